@@ -1,0 +1,98 @@
+/* DBuffer: the tensors of a model in one window, group by group, each group cut evenly
+ * over the ranks at block borders (shard.h). Full tensors are views of it, a rank's
+ * shard is its slices: one slice a group.
+ *
+ *   group 0: m x S_0        group 1: m x S_1     ...          (elements, fp32)
+ *   |r0 |r1 |r2 |...        |r0 |r1 |r2 |...
+ *
+ * SHARED: one copy for all ranks of the machine (rank 0 brings it): weights and
+ * optimizer state. Each rank writes its shard only; a barrier publishes it. So a gather
+ * moves nothing. PRIVATE: each rank has a full copy that peers may read: gradients.
+ * dcp_dbuffer_reduce sums, in rank order, this rank's shard over all copies into its
+ * own copy.
+ */
+#ifndef DCP_DBUFFER_H
+#define DCP_DBUFFER_H
+
+#include "dcp/comm.h"
+#include "dcp/shard.h"
+#include "dcp/status.h"
+#include "dcp/threads.h"
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dcp_dbuffer_layout dcp_dbuffer_layout_t;
+typedef struct dcp_dbuffer dcp_dbuffer_t;
+
+typedef struct dcp_dbuffer_tensor {
+    int64_t row_count; /* rows: leading dimensions flattened; 1-D tensor of n: n rows of
+                          width 1 */
+    int64_t row_width; /* elements of a row */
+    int32_t group;     /* groups are numbered 0 .. in order of first use */
+} dcp_dbuffer_tensor_t;
+
+/* A contiguous run of one tensor on one rank. */
+typedef struct dcp_dbuffer_run {
+    int64_t tensor; /* number of the tensor */
+    int64_t first;  /* element of the tensor where the run starts: a whole row for 2-D
+                       tensors */
+    int64_t count;  /* elements */
+    int64_t start;  /* element of the buffer */
+} dcp_dbuffer_run_t;
+
+/* Plans every group (equal groups once). block_rows: rows that must stay together,
+ * >= 1. */
+dcp_status_t dcp_dbuffer_layout_create(const dcp_dbuffer_tensor_t *tensors,
+                                       int64_t tensor_count, int32_t rank_count,
+                                       int64_t block_rows, dcp_layout_order_t order,
+                                       dcp_dbuffer_layout_t **layout_p);
+void dcp_dbuffer_layout_destroy(dcp_dbuffer_layout_t *layout);
+int64_t dcp_dbuffer_layout_elements(
+    const dcp_dbuffer_layout_t *layout); /* of the whole buffer, padding included */
+int64_t dcp_dbuffer_layout_start(const dcp_dbuffer_layout_t *layout,
+                                 int64_t tensor); /* element of the buffer */
+/* The runs of a rank, in buffer order; *runs_p borrowed from the layout. */
+void dcp_dbuffer_layout_runs(const dcp_dbuffer_layout_t *layout, int32_t rank,
+                             const dcp_dbuffer_run_t **runs_p, int64_t *run_count_p);
+
+typedef enum dcp_dbuffer_kind {
+    DCP_DBUFFER_SHARED = 0,
+    DCP_DBUFFER_PRIVATE = 1
+} dcp_dbuffer_kind_t;
+
+/* Collective. Borrows comm and layout until destroyed. Zero-filled. */
+dcp_status_t dcp_dbuffer_create(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
+                                dcp_dbuffer_kind_t kind, dcp_dbuffer_t **buffer_p);
+void dcp_dbuffer_destroy(dcp_dbuffer_t *buffer);
+float *
+dcp_dbuffer_data(const dcp_dbuffer_t *buffer); /* this rank's view of the whole */
+float *dcp_dbuffer_tensor_data(const dcp_dbuffer_t *buffer, int64_t tensor);
+/* PRIVATE only: see above. Not collective; the caller fences with barriers. */
+dcp_status_t dcp_dbuffer_reduce(dcp_dbuffer_t *buffer, dcp_pool_t *pool);
+
+/* Sum of squares of this rank's shard, exactly: per row in fp64 (fixed order), rows
+ * added without rounding, so that the total over ranks does not depend on how rows are
+ * dealt. */
+enum { DCP_EXACT_WORDS = 72 };
+typedef struct dcp_exact_sum {
+    int64_t words[DCP_EXACT_WORDS]; /* fixed point, 32 bits a word, carries pending;
+                                       last word: count of non-finite */
+} dcp_exact_sum_t;
+void dcp_exact_sum_init(dcp_exact_sum_t *sum);
+void dcp_exact_sum_add(dcp_exact_sum_t *sum, double x); /* x >= 0 or not finite */
+void dcp_exact_sum_merge(dcp_exact_sum_t *sum, const dcp_exact_sum_t *other);
+double dcp_exact_sum_value(
+    const dcp_exact_sum_t *sum); /* nearest double; NaN if any was not finite */
+/* Norm of all ranks' shards of `buffer`: collective, the same bits on every rank and in
+ * every world. `mask` (per tensor, may be NULL) leaves out tensors with 0. */
+dcp_status_t dcp_dbuffer_norm(dcp_dbuffer_t *buffer, dcp_pool_t *pool,
+                              const uint8_t *mask, double *norm_p);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

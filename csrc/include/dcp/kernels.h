@@ -1,0 +1,30 @@
+/* The CPU's operations. Each checks its arguments (ERR_ARG names argument, value,
+ * rule), then computes on the pool. See ops.h for what they do. Scratch comes from the
+ * pool.
+ */
+#ifndef DCP_KERNELS_H
+#define DCP_KERNELS_H
+
+#include "dcp/ops.h"
+#include "dcp/status.h"
+#include "dcp/threads.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define X(op) \
+    dcp_status_t dcp_cpu_##op(dcp_pool_t *pool, const dcp_##op##_args_t *args);
+DCP_OP_MAP(X)
+#undef X
+
+/* Bytes of packed panels for op(B) [k, n]. */
+int64_t dcp_gemm_pack_bytes(int64_t n, int64_t k);
+
+/* "built-in", or the CBLAS that was found at build time: name and version. */
+const char *dcp_blas_name(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

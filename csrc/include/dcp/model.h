@@ -1,0 +1,98 @@
+/* Transformer1D: the Llama family (RMSNorm, rotary positions, grouped-query attention,
+ * SwiGLU), forward and backward over a table of device operations. Weights and
+ * gradients belong to the caller, who binds pointers per tensor.
+ */
+#ifndef DCP_MODEL_H
+#define DCP_MODEL_H
+
+#include "dcp/device.h"
+#include "dcp/status.h"
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dcp_transformer1d_config {
+    int64_t vocab_size, hidden_size, intermediate_size;
+    int64_t num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim;
+    int64_t max_position_embeddings;
+    double rope_theta;
+    double rms_norm_eps;
+    int32_t tie_word_embeddings, attention_bias, mlp_bias;
+    double dropout;           /* on both residual branches, 0 <= p < 1 */
+    double initializer_range; /* standard deviation of the initial weights */
+} dcp_transformer1d_config_t;
+
+typedef struct dcp_model_tensor {
+    char name[96];     /* Hugging Face's name */
+    int32_t dim_count; /* 1 or 2 */
+    int64_t shape[2];
+    int32_t group; /* embedding; one a layer; final norm and head */
+    char group_name[64];
+} dcp_model_tensor_t;
+
+typedef struct dcp_model dcp_model_t;
+
+/* One micro-batch: whole sequences, laid one after the other. Everything borrowed for
+ * the call, in host memory. */
+typedef struct dcp_batch {
+    int64_t token_count, sequence_count;
+    const int32_t *tokens;  /* [T] */
+    const int64_t *offsets; /* [sequence_count + 1], offsets[0] = 0, last = T */
+    const int32_t *labels;  /* [T], -100: not trained on */
+    const float *weights;   /* [T] weight of each token's loss, or NULL: 1 */
+    double scale;           /* of the loss and so of the gradient: 1/N */
+    const int64_t
+        *row_ids; /* [T] number of each token in its step (dropout); NULL: 0..T-1 */
+    uint64_t dropout_seed; /* of run and step */
+} dcp_batch_t;
+
+/* Checks every field; names the Hugging Face key that breaks a rule. */
+dcp_status_t dcp_transformer1d_check(const dcp_transformer1d_config_t *config);
+
+int64_t dcp_model_tensor_count(const dcp_transformer1d_config_t *config);
+/* Tensor `index` in model order: embedding, layers, final norm, head (none where tied).
+ */
+dcp_status_t dcp_model_tensor_get(const dcp_transformer1d_config_t *config,
+                                  int64_t index, dcp_model_tensor_t *tensor_p);
+
+/* Initial value of elements [first, first + count) of a tensor: a pure function of
+ * (seed, tensor, element), so that each rank fills its own shard. Norm weights 1,
+ * biases 0, matrices normal(0, initializer_range). */
+void dcp_model_init_run(const dcp_transformer1d_config_t *config, int64_t index,
+                        uint64_t seed, int64_t first, int64_t count, float *out);
+
+/* Borrows device and pool until destroyed. */
+dcp_status_t dcp_model_create(const dcp_transformer1d_config_t *config,
+                              const dcp_device_ops_t *device, dcp_pool_t *pool,
+                              dcp_model_t **model_p);
+void dcp_model_destroy(dcp_model_t *model);
+
+/* Pointers per tensor, borrowed until the next bind. gradients NULL: forward only. */
+dcp_status_t dcp_model_bind(dcp_model_t *model, float *const *weights,
+                            float *const *gradients);
+/* The weights' values changed: packed copies are stale. */
+void dcp_model_weights_changed(dcp_model_t *model);
+
+/* *loss_p += scaled loss; gradients accumulate. A batch with no tokens does nothing. */
+dcp_status_t dcp_model_forward_backward(dcp_model_t *model, const dcp_batch_t *batch,
+                                        double *loss_p);
+/* Forward only, no dropout. */
+dcp_status_t dcp_model_loss(dcp_model_t *model, const dcp_batch_t *batch,
+                            double *loss_p);
+/* logits [T, vocab], host memory; labels are not read. */
+dcp_status_t dcp_model_logits(dcp_model_t *model, const dcp_batch_t *batch,
+                              float *logits);
+
+/* Bytes that a forward and backward pass over a micro-batch of `token_count` tokens
+ * holds at most beside weights and gradients, packed weights and scratch included;
+ * never less than what is really held. */
+int64_t dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
+                                   int64_t token_count);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
