@@ -59,7 +59,7 @@ class StepRecord:
     arm : None
         Setting of the controller.
     skipped : bool
-        The gradient was not finite and the parameters were left alone.
+        The parameters were left alone: the gradient was not finite, or no token trainable.
     """
 
     step: int
@@ -92,7 +92,7 @@ class Report:
     seconds_to_target : float or None
         Training time, without evaluation and saving, until the held-out loss was at the target.
     skipped : int
-        Steps whose gradient was not finite.
+        Steps that left the parameters alone, since step 0.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -271,6 +271,7 @@ class Trainer:
         result = self.model.step(
             data.micro_batches,
             scale=data.scale,
+            trainable=data.trainable,
             lr=lr,
             step=self.step,
             optimizer=self.optimizer,
@@ -282,7 +283,8 @@ class Trainer:
         self.train_seconds += seconds
         if result.skipped:
             self.skipped += 1
-            _logger.warning("step %d: loss or gradient not finite, step skipped", self.step)
+            why = "loss or gradient not finite" if data.trainable > 0 else "no trainable token"
+            _logger.warning("step %d: %s, parameters left alone", self.step, why)
         busy = [float(b) for b in result.busy_s]
         counts, sizes = _shape_of(data.plan, self.world.size)
         record = StepRecord(
@@ -324,6 +326,7 @@ class Trainer:
             "seed": self.seed,
             "train_seconds": self.train_seconds,
             "skipped": self.skipped,
+            "update_count": self.model.update_count,
             "loader": self.loader.state_dict(),
         }
         checkpoint.save(
@@ -354,6 +357,7 @@ class Trainer:
             world=self.world,
         )
         self.model.weights_changed()
+        self.model.update_count = int(state["update_count"])
         self.loader.load_state_dict(state["loader"])
         self.step = int(state["step"])
         self.train_seconds = float(state["train_seconds"])

@@ -42,12 +42,12 @@ class InputError(click.ClickException):
     exit_code = BAD_INPUT
 
 
-class Exit(click.ClickException):
+class Exit(Exception):
     """End with `code` and a message, or with none where the text is empty."""
 
     def __init__(self, code: int, message: str = "") -> None:
         super().__init__(message)
-        self.exit_code = code
+        self.code = code
 
 
 class _Lazy(click.Group):
@@ -170,20 +170,24 @@ def run(args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except click.ClickException as error:
-        if debug:
-            traceback.print_exc()
-        if message := error.format_message():
-            print(f"dcp: {message}", file=sys.stderr)
-        return error.exit_code
+        return _fail(error.format_message(), error.exit_code, debug)
+    except Exit as error:
+        return _fail(str(error), error.code, debug)
     except Exception as error:
-        if debug:
-            traceback.print_exc()
         known = isinstance(error, (dcp.Error, OSError))
-        name = "" if known else f"{type(error).__name__}: "
-        print(f"dcp: {name}{_one_line(error)}", file=sys.stderr)
+        text = _one_line(error)
+        code = _fail(text if known else f"{type(error).__name__}: {text}", _code_of(error), debug)
         if not known and not debug:
             print("dcp: this is a fault in dcp; --debug shows where", file=sys.stderr)
-        return _code_of(error)
+        return code
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    if message:
+        print(f"dcp: {message}", file=sys.stderr)
+    return code
 
 
 def main() -> NoReturn:

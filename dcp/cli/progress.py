@@ -13,6 +13,7 @@ from dcp.cli.show import duration, size
 __all__ = ["closing_table", "progress"]
 
 LINE_EVERY_S = 5.0
+_NO_FIGURES = {"loss": "-", "speed": "", "idle": "", "memory": ""}
 
 Show = Callable[[dict[str, Any]], None]
 
@@ -33,7 +34,7 @@ def progress(settings: Any, parameter_count: int, documents: Any) -> Iterator[Sh
         yield _lines(settings.steps)
 
 
-def _figures(event: dict[str, Any]) -> dict[str, str]:
+def _figures(event: dict[str, Any]) -> dict[str, Any]:
     loss, idle = event["loss"], event["idle_share"]
     return {
         "loss": f"{loss:.4f}" if loss is not None else "not finite",
@@ -83,7 +84,7 @@ def _bar(steps: int) -> Iterator[Show]:
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        empty = {"loss": "-", "speed": "", "idle": "", "memory": "", "held_out": ""}
+        empty: dict[str, Any] = _NO_FIGURES | {"held_out": ""}
         task = bar.add_task("train", total=steps, **empty)
 
         def show(event: dict[str, Any]) -> None:
