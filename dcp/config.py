@@ -130,19 +130,32 @@ class Settings:
         return Transformer1D(**self.model)
 
     def to_toml(self) -> str:
-        """Return the settings as TOML that :func:`load` reads back (absent keys are none)."""
+        """Return the settings as TOML that :func:`load` reads back.
+
+        TOML has no null: a key that is none is left out, or, where its default is something
+        else, written as the word "none".
+        """
         import tomli_w
 
-        values = dataclasses.asdict(self)
-        flat = {k: v for k, v in values.items() if not isinstance(v, dict) and v is not None}
-        tables = {
-            name: {
-                k: list(v) if isinstance(v, tuple) else v for k, v in table.items() if v is not None
-            }
-            for name, table in values.items()
-            if isinstance(table, dict)
-        }
-        return tomli_w.dumps(flat | tables)
+        tree: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if dataclasses.is_dataclass(value):
+                inner = {
+                    f.name: _plain(getattr(value, f.name), f) for f in dataclasses.fields(value)
+                }
+                tree[item.name] = {k: v for k, v in inner.items() if v is not None}
+            elif isinstance(value, Mapping):
+                tree[item.name] = {k: v for k, v in value.items() if v is not None}
+            elif value is not None:
+                tree[item.name] = value
+        return tomli_w.dumps(tree)
+
+
+def _plain(value: Any, item: dataclasses.Field[Any]) -> Any:
+    if value is None and item.default is not None:
+        return "none"
+    return list(value) if isinstance(value, tuple) else value
 
 
 # A section given as one word sets this key of it: `data = "stdlib"` is `data.source = "stdlib"`.
