@@ -132,8 +132,8 @@ def test_booleans_of_the_model() -> None:
         (["train.eval_share=0", "train.target_loss=2"], "held-out"),
         (["checkpoint.save_every=2"], "--checkpoint"),
         (["checkpoint.keep=0"], "checkpoint.keep"),
-        (["model.hidden_size=100", "model.num_attention_heads=3"], "num_attention_heads = 3"),
-        (["model.num_attention_heads=0"], "num_attention_heads = 0"),
+        (["model.hidden_size=100", "model.num_attention_heads=3"], "num_attention_heads 3"),
+        (["model.num_attention_heads=0"], "num_attention_heads"),
         (["model.max_position_embeddings=512"], "max_position_embeddings = 512"),
         (["memory=lots"], "memory = 'lots' must be a size"),
         (["memory=0"], "more than 0"),
@@ -169,6 +169,8 @@ def test_sizes_that_follow_from_others() -> None:
         sets=["model.hidden_size=256", "model.num_attention_heads=4", "model.head_dim=32"]
     ).model
     assert model["head_dim"] == 32
+    grouped = load(sets=["model.num_attention_heads=8"]).model
+    assert grouped["num_key_value_heads"] == 8
     long = load(sets=["data.max_length=16384", "tokens_per_step=65536"]).model
     assert long["max_position_embeddings"] >= 16384
 
