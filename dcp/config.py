@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dcp import _dcp
 from dcp._dcp import ArgumentError, UnsupportedError
 from dcp.optim import SCHEDULES, AdamW
 
@@ -39,7 +40,6 @@ __all__ = [
     "suggest",
 ]
 
-STRATEGIES = ("packed", "bucket")
 DEVICES = ("cpu",)
 LATER_DEVICES = ("cuda", "emulated")
 MOST_RANKS_PER_CORE = 64
@@ -171,7 +171,7 @@ _SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointSettings,
 }
 _CHOICES = {
-    "strategy": STRATEGIES,
+    "strategy": tuple(_dcp.plan_strategies()),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": SCHEDULES,
     "data.long": ("split", "drop", "error"),

@@ -39,17 +39,17 @@ def command(
     if not prompt:
         raise InputError("--prompt must not be empty")
     text = sample(_model(folder), prompt, tokens=tokens, seed=seed, temperature=temperature)
-    if json_to is None:
+    if json_to != "-":
         click.echo(text)
     return {"text": text}
 
 
 def _model(folder: str) -> Any:
     """The model of the newest checkpoint, with its weights."""
+    where = find(folder)
     import dcp
     from dcp import checkpoint
 
-    where = find(folder)
     config = dcp.Transformer1D(**checkpoint.show(where)["config"])
     model = dcp.Model(config)
     weights = checkpoint.gather(where)

@@ -106,13 +106,13 @@ _KEYS = {
 
 def _check_checkpoint(settings: Any, resume: bool) -> None:
     """A used folder needs --resume; resuming needs a whole checkpoint of this model."""
-    from dcp import checkpoint
-
     folder = settings.checkpoint.folder
     if folder is None:
         if resume:
             raise InputError("--resume needs --checkpoint DIR, the folder to go on from")
         return
+    from dcp import checkpoint
+
     if Path(folder).exists() and not Path(folder).is_dir():
         raise InputError(f"--checkpoint {folder}: not a folder")
     if not resume:
