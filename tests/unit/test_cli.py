@@ -220,3 +220,48 @@ def test_exit_codes(
     assert cli.run(["info"]) == code
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err != ""
+
+
+def test_sample_slides_its_window_and_is_seeded() -> None:
+    from dcp.cli.sample import sample
+
+    config = dcp.Transformer1D(257, 16, 32, 1, 2, max_position_embeddings=8)
+    model = dcp.Model(config, seed=3)
+    first = sample(model, "abc", tokens=20, seed=1, temperature=1.0)
+    assert (
+        first.startswith("abc") and sample(model, "abc", tokens=0, seed=1, temperature=1.0) == "abc"
+    )
+    assert sample(model, "abc", tokens=20, seed=1, temperature=1.0) == first
+    assert sample(model, "abc", tokens=20, seed=2, temperature=1.0) != first
+    cold = [sample(model, "abc", tokens=20, seed=s, temperature=0.0) for s in (1, 2)]
+    assert cold[0] == cold[1], "at temperature 0 the likeliest byte is taken"
+
+
+def test_sample_draws_what_the_model_says() -> None:
+    """Frequencies of the next byte follow softmax(logits / temperature)."""
+    from types import SimpleNamespace
+
+    from dcp.cli.sample import sample
+
+    logits = np.full((1, 257), -1e9, np.float32)
+    logits[0, [97, 98]] = [0.0, 2.0]
+    model = SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=1), logits=lambda tokens, offsets: logits
+    )
+    for temperature in (1.0, 2.0):
+        text = sample(model, "x", tokens=2000, seed=0, temperature=temperature)
+        share = text.count("a") / 2000
+        assert share == pytest.approx(1 / (1 + np.exp(2.0 / temperature)), abs=0.03)
+
+
+def test_sample_ends_with_the_document() -> None:
+    from types import SimpleNamespace
+
+    from dcp.cli.sample import sample
+
+    logits = np.zeros((1, 257), np.float32)
+    logits[0, 256] = 100.0
+    model = SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=1), logits=lambda tokens, offsets: logits
+    )
+    assert sample(model, "x", tokens=50, seed=0, temperature=1.0) == "x"
