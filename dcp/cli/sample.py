@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from dcp.cli import InputError, common
+from dcp.cli import InputError, common, reading_input
 from dcp.cli.checkpoint import find
 
 BYTES = 256  # tokens below are bytes; others end a document
@@ -50,11 +50,11 @@ def _model(folder: str) -> Any:
     import dcp
     from dcp import checkpoint
 
-    config = dcp.Transformer1D(**checkpoint.show(where)["config"])
-    model = dcp.Model(config)
-    weights = checkpoint.gather(where)
-    for name, view in model.parameters().items():
-        view[...] = weights[name].reshape(view.shape)
+    with reading_input():
+        model = dcp.Model(dcp.Transformer1D(**checkpoint.show(where)["config"]))
+        parameters = model.parameters()
+        for _, name, weights in checkpoint.gather(where, kinds=["weights"]):
+            parameters[name][...] = weights
     return model
 
 
