@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +132,8 @@ class Trainer:
     keep : int
         Newest checkpoints that are kept.
     resume : bool
-        Go on from the newest whole checkpoint in `checkpoint`.
+        Go on from the newest whole checkpoint in `checkpoint`; :class:`dcp.FileError` if there is
+        none.
     eval_every : int or None
         Evaluate after every so many steps; the end is always evaluated where documents are
         held out.
@@ -346,9 +348,10 @@ class Trainer:
         from dcp import checkpoint
 
         assert self.checkpoint is not None
-        path = checkpoint.latest(self.checkpoint)
-        if path is None:
-            raise ArgumentError(f"{self.checkpoint} holds no checkpoint to resume from")
+        with warnings.catch_warnings(record=True, action="always") as skipped:
+            path = checkpoint.latest(self.checkpoint)
+        for warning in skipped if self.world.rank == 0 else ():
+            _logger.warning("%s", warning.message)
         state = checkpoint.load(
             path,
             shards=self.model.shards(),

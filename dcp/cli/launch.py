@@ -22,13 +22,14 @@ def command(
 ) -> dict[str, Any]:
     """Run SCRIPT on N ranks; `dcp.init()` in it joins them. Passes on the worst exit code."""
     from dcp.config import MOST_RANKS_PER_CORE, core_count
-    from dcp.launcher import launch_command
 
     most = MOST_RANKS_PER_CORE * core_count()
     if not 1 <= ranks <= most:
         raise InputError(f"-n {ranks}: ranks must lie in 1..{most} ({MOST_RANKS_PER_CORE} a core)")
     if not Path(script).is_file():
         raise InputError(f"{script}: no such file")
+    from dcp.launcher import launch_command
+
     code = launch_command([sys.executable, script, *arguments], ranks)
     if code != 0:
         raise Exit(code)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dcp.cli import InputError, common
-
-_logger = logging.getLogger("dcp")
+from dcp.cli import InputError, common, log_to_stderr, reading_input
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,13 @@ def command(
     if print_config:
         click.echo(settings.to_toml(), nl=False)
         return None
-    _check_checkpoint(settings, resume)
-    _check_outputs(metrics, trace)
+    with reading_input():
+        _check_checkpoint(settings, resume)
+        _check_outputs(metrics, trace)
+        documents = _read_documents(settings)
     job = Job(
         settings=settings,
-        documents=_read_documents(settings),
+        documents=documents,
         resume=resume,
         metrics=Path(metrics) if metrics is not None else None,
         trace=Path(trace) if trace is not None else None,
@@ -106,13 +106,13 @@ _KEYS = {
 
 def _check_checkpoint(settings: Any, resume: bool) -> None:
     """A used folder needs --resume; resuming needs a whole checkpoint of this model."""
-    from dcp import checkpoint
-
     folder = settings.checkpoint.folder
     if folder is None:
         if resume:
             raise InputError("--resume needs --checkpoint DIR, the folder to go on from")
         return
+    from dcp import checkpoint
+
     if Path(folder).exists() and not Path(folder).is_dir():
         raise InputError(f"--checkpoint {folder}: not a folder")
     if not resume:
@@ -124,11 +124,8 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
         return
     if not Path(folder).is_dir():
         raise InputError(f"--checkpoint {folder} --resume: no such folder")
-    newest = checkpoint.latest(folder)
-    if newest is None:
-        broken = sorted(path.name for path in Path(folder).glob("step-*"))
-        found = f"none of {', '.join(broken)} is whole" if broken else "it holds no checkpoint"
-        raise InputError(f"--checkpoint {folder} --resume: {found}")
+    with warnings.catch_warnings(action="ignore"):  # rank 0 says what it skips
+        newest = checkpoint.latest(folder)
     shown = checkpoint.show(newest)
     if shown["step"] > settings.steps:
         raise InputError(
@@ -176,6 +173,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     import dcp
     from dcp import _dcp
 
+    log_to_stderr()
     settings = job.settings
     if settings.memory is not None:
         _dcp.set_memory_cap(settings.memory)
