@@ -353,10 +353,8 @@ module_exec(PyObject *module)
             return -1;
         }
     }
-    if (bind_kernels_register(module) < 0) {
-        return -1;
-    }
-    if (bind_world_register(module) < 0 || bind_ops_register(module) < 0
+    if (bind_world_register(module) < 0 || bind_gemm_register(module) < 0
+        || bind_kernels_register(module) < 0 || bind_ops_register(module) < 0
         || bind_model_register(module) < 0 || bind_layout_register(module) < 0
         || bind_plan_register(module) < 0 || bind_step_register(module) < 0) {
         return -1;
