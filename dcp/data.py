@@ -127,9 +127,9 @@ class Documents:
         self.name, self.max_length, self.long = name, max_length, long
         self.vocab_size = vocab_size
         self._sources, self._labels = list(sources), None if labels is None else list(labels)
-        whole = [np.asarray(a, np.int64) for a in (source, start, length)]
-        filled = whole[2] > 0
-        self._documents = [a[filled] for a in whole]
+        given = [np.asarray(a, np.int64) for a in (source, start, length)]
+        filled = given[2] > 0
+        self._documents = [a[filled] for a in given]
         self._cut(empty=int(np.count_nonzero(~filled)))
         if self.stats.pieces == 0:
             raise FileError(
