@@ -69,6 +69,7 @@ int bind_transformer1d_config(PyObject *mapping,
 /* Each adds its part to the module; 0, or -1 with an exception. */
 int bind_world_register(PyObject *module);
 int bind_gemm_register(PyObject *module);
+int bind_kernels_register(PyObject *module);
 int bind_ops_register(PyObject *module);
 int bind_model_register(PyObject *module);
 int bind_layout_register(PyObject *module);

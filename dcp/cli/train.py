@@ -20,7 +20,7 @@ class Job:
     """What a rank needs to train: checked settings and the documents, read once."""
 
     settings: Any  # dcp.config.Settings
-    documents: Any
+    documents: Any  # None: memory-mapped files, which each rank opens for itself
     resume: bool
     metrics: Path | None
     trace: Path | None
@@ -85,12 +85,12 @@ def command(
         documents = _read_documents(settings)
     job = Job(
         settings=settings,
-        documents=documents,
+        documents=None if _is_mapped(settings) else documents,
         resume=resume,
         metrics=Path(metrics) if metrics is not None else None,
         trace=Path(trace) if trace is not None else None,
     )
-    return _run(job, json_to)
+    return _run(job, documents, json_to)
 
 
 _KEYS = {
@@ -149,13 +149,17 @@ def _check_outputs(metrics: str | None, trace: str | None) -> None:
         raise InputError(f"--trace {trace}: no such folder: {Path(trace).resolve().parent}")
 
 
+def _is_mapped(settings: Any) -> bool:
+    return str(settings.data.source).endswith(".npy")
+
+
 def _read_documents(settings: Any) -> Any:
     """Read the documents once; the ranks get them ready."""
     from dcp import data
 
     source, length, long = settings.data.source, settings.data.max_length, settings.data.long
     documents: Any
-    if source.endswith(".npy"):
+    if _is_mapped(settings):
         documents = data.TokenFiles(source, max_length=length, long=long)
     else:
         documents = data.TextFiles(source, max_length=length, long=long)
@@ -179,7 +183,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
     loader = dcp.Loader(
-        job.documents,
+        job.documents if job.documents is not None else _read_documents(settings),
         world,
         dcp.CostModel.for_model(config),
         tokens_per_step=settings.tokens_per_step,
@@ -221,7 +225,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     }
 
 
-def _run(job: Job, json_to: str | None) -> dict[str, Any]:
+def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
     """Launch the ranks, show their progress, return the document."""
     import dcp
     from dcp.cli.progress import closing_table, progress
@@ -230,7 +234,7 @@ def _run(job: Job, json_to: str | None) -> dict[str, Any]:
     config = settings.transformer()
     parameter_count = config.parameter_count()
     steps: list[dict[str, Any]] = []
-    with progress(settings, parameter_count, job.documents) as show:
+    with progress(settings, parameter_count, documents) as show:
 
         def on_event(event: dict[str, Any]) -> None:
             if event["kind"] == "step":
