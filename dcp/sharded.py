@@ -122,9 +122,7 @@ class ShardedModel:
 
     def parameters(self) -> dict[str, NDArray[np.float32]]:
         """Read-only views of the whole weights, by name, without a copy."""
-        return {
-            name: self._core.tensor_view(_WEIGHTS, i) for i, name in enumerate(self._names)
-        }
+        return {name: self._core.tensor_view(_WEIGHTS, i) for i, name in enumerate(self._names)}
 
     def shards(self) -> dict[str, list[Run]]:
         """This rank's part of the weights and of the optimizer's state, as writable views.
