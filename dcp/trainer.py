@@ -16,7 +16,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -249,18 +249,18 @@ class Trainer:
 
     def _train(self, steps: int, report: Report, metrics: _Metrics, trace: _Trace) -> None:
         """Run the steps, to `steps` or to the target."""
-        data: Iterator[Any] = iter(self.loader) if self.step < steps else iter(())
-        while self.step < steps and report.seconds_to_target is None:
-            record, busy = self._one_step(next(data))
-            report.steps.append(record)
-            metrics.write("step", dataclasses.asdict(record))
-            trace.add(record, busy)
-            self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
-            self.step += 1
-            if self.eval_every is not None and self.step % self.eval_every == 0:
-                self._evaluate(report, metrics)
-            if self.save_every is not None and self.step % self.save_every == 0:
-                self._save()
+        with contextlib.closing(iter(self.loader)) as data:
+            while self.step < steps and report.seconds_to_target is None:
+                record, busy = self._one_step(next(data))
+                report.steps.append(record)
+                metrics.write("step", dataclasses.asdict(record))
+                trace.add(record, busy)
+                self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
+                self.step += 1
+                if self.eval_every is not None and self.step % self.eval_every == 0:
+                    self._evaluate(report, metrics)
+                if self.save_every is not None and self.step % self.save_every == 0:
+                    self._save()
 
     def _one_step(self, data: Any) -> tuple[StepRecord, list[float]]:
         if data.index != self.step:
@@ -285,8 +285,8 @@ class Trainer:
         self.train_seconds += seconds
         if result.skipped:
             self.skipped += 1
-            why = "loss or gradient not finite" if data.trainable > 0 else "no trainable token"
-            _logger.warning("step %d: %s, parameters left alone", self.step, why)
+            if data.trainable > 0 and self.world.rank == 0:
+                _logger.warning("step %d: loss or gradient not finite, skipped", self.step)
         busy = [float(b) for b in result.busy_s]
         counts, sizes = _shape_of(data.plan, self.world.size)
         record = StepRecord(

@@ -151,8 +151,8 @@ def write_json(document: dict[str, Any], to: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split("\n")).strip()
-    return text or type(error).__name__
+    """The message without what a rank's report adds below it (``--debug`` shows that)."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _code_of(error: BaseException) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def command(
         raise InputError(f"{script}: no such file")
     from dcp.launcher import launch_command
 
-    code = launch_command([sys.executable, script, *arguments], ranks)
+    code = launch_command([script, *arguments], ranks)
     if code != 0:
         raise Exit(code)
     return {"exit_code": code}

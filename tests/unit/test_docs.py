@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dcp
@@ -35,7 +36,7 @@ def examples() -> Iterator[Any]:
     for name in modules():
         module = importlib.import_module(name)
         # as if typed by the user: launched functions belong to no module that ranks could import
-        names = vars(module) | {"__name__": "__main__"}
+        names = {"dcp": dcp, "np": np} | vars(module) | {"__name__": "__main__"}
         for test in finder.find(module, name, globs=names):
             if test.examples:
                 yield pytest.param(name, test, id=test.name)
