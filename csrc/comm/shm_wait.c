@@ -76,8 +76,8 @@ shm_process_start(int32_t pid, int64_t *start_ticks_p)
     if (field == NULL || field[1] == '\0' || field[2] == 'Z' || field[2] == 'X') {
         return false;
     }
-    field++;
-    for (int i = 0; i < 20 && field != NULL; i++) { /* state is field 3, start 22 */
+    field++; /* the space before field 3; start time is field 22 */
+    for (int i = 3; i < 22 && field != NULL; i++) {
         field = strchr(field + 1, ' ');
     }
     return field != NULL && sscanf(field, "%" SCNd64, start_ticks_p) == 1;
