@@ -9,7 +9,6 @@ until a micro-batch asks for them.
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import re
 import sysconfig
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dcp._dcp import ArgumentError, DTypeError, FileError
+from dcp.cost import whole
 
 __all__ = ["Documents", "Packed", "Stats", "TextFiles", "TokenFiles", "offsets_from_positions"]
 
@@ -123,15 +123,13 @@ class Documents:
     ) -> None:
         if long not in ("split", "drop", "error"):
             raise ArgumentError(f"long = {long!r} must be 'split', 'drop' or 'error'")
-        max_length = operator.index(max_length)
-        if max_length < 1:
-            raise ArgumentError(f"max_length = {max_length} must be >= 1")
+        max_length = whole("max_length", max_length, 1)
         self.name, self.max_length, self.long = name, max_length, long
         self.vocab_size = vocab_size
         self._sources, self._labels = list(sources), None if labels is None else list(labels)
-        whole = [np.asarray(a, np.int64) for a in (source, start, length)]
-        filled = whole[2] > 0
-        self._documents = [a[filled] for a in whole]
+        given = [np.asarray(a, np.int64) for a in (source, start, length)]
+        filled = given[2] > 0
+        self._documents = [a[filled] for a in given]
         self._cut(empty=int(np.count_nonzero(~filled)))
         if self.stats.pieces == 0:
             raise FileError(
@@ -588,7 +586,7 @@ def _token_file(file: Path, eos: int | None) -> tuple[IntArray, IntArray | None,
     if array.ndim == 2:
         ends = np.arange(array.shape[0] + 1, dtype=np.int64) * array.shape[1]
     elif eos is not None:
-        borders = np.flatnonzero(tokens == operator.index(eos)) + 1
+        borders = np.flatnonzero(tokens == whole("eos", eos, 0)) + 1
         ends = np.unique(np.concatenate([[0], borders, [len(tokens)]])).astype(np.int64)
     elif beside.exists():
         found = _integers(_load(beside), str(beside))

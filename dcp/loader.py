@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dcp._dcp import ArgumentError, InfeasibleError
+from dcp.cost import CostModel, whole
 from dcp.data import Documents
-from dcp.planning import CostModel, Plan, _whole, plan, split_steps
+from dcp.planning import Plan, plan, split_steps
 
 __all__ = ["Loader", "MicroBatch", "Sampler", "Step"]
 
@@ -67,8 +68,8 @@ class Sampler:
 
     def __init__(self, lengths: ArrayLike, *, tokens_per_step: int, seed: int = 0) -> None:
         self.lengths = np.asarray(lengths, np.int64)
-        self.tokens_per_step = _whole("tokens_per_step", tokens_per_step, 1)
-        self.seed = _whole("seed", seed, 0, (1 << 64) - 1)
+        self.tokens_per_step = whole("tokens_per_step", tokens_per_step, 1)
+        self.seed = whole("seed", seed, 0, (1 << 64) - 1)
         if len(self.lengths) == 0:
             raise ArgumentError("there is no sequence to train on")
         longest = int(self.lengths.max())
@@ -244,7 +245,7 @@ class Loader:
     ) -> None:
         if weighting not in ("token", "sequence"):
             raise ArgumentError(f"weighting = {weighting!r} must be 'token' or 'sequence'")
-        tokens_per_step = _whole("tokens_per_step", tokens_per_step, 1)
+        tokens_per_step = whole("tokens_per_step", tokens_per_step, 1)
         if tokens_per_step < dataset.max_length:
             raise ArgumentError(
                 f"tokens_per_step = {tokens_per_step} is less than data.max_length = "
@@ -390,7 +391,7 @@ class Loader:
         >>> 7000 < sum(step.trainable for step in loader.evaluation(tokens=8192)) <= 8192
         True
         """
-        budget = _whole("tokens", tokens, 1)
+        budget = whole("tokens", tokens, 1)
         ends = np.cumsum(self.dataset.lengths[self._held_out])
         if len(ends) == 0:
             return
@@ -460,6 +461,6 @@ class Loader:
                     f"loader state is of other settings: {what} is {state[key]!r} there and "
                     f"{here[key]!r} here"
                 )
-        epoch, step = _whole("epoch", state["epoch"], 0), _whole("step", state["step"], 0)
-        position = _whole("position", state["position"], 0, len(self._train) - 1)
+        epoch, step = whole("epoch", state["epoch"], 0), whole("step", state["step"], 0)
+        position = whole("position", state["position"], 0, len(self._train) - 1)
         self._epoch, self._position, self._index = epoch, position, step

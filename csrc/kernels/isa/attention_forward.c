@@ -24,7 +24,7 @@
 #else
 #define TILE_KEYS 128
 #endif
-#define HEADROOM 8.0f
+#define HEADROOM 32.0f
 
 /* What a group of MR rows keeps between tiles. */
 enum { STATE_EXTRA = MR * VF + 16 };
@@ -78,9 +78,9 @@ forward_bytes(int64_t row_count, int64_t group_size, int64_t head_dim)
 /* Raises the references of a group so that no weight of columns `column` ..
  * `column` + `count` - 1 is above its reference; scales what is there already: earlier
  * weights of the tile, sums, and, unless it is the first tile, results. */
-static __attribute__((noinline)) void
+NOINLINE void
 raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t count,
-                int first_panel, int first_tile)
+                int first_tile)
 {
     for (int r = 0; r < MR; r++) {
         float *row = f->weights + r * TILE_KEYS;
@@ -89,24 +89,18 @@ raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t co
             top = vf_max(vf_load(row + c), top);
         }
         float raise = vf_max_across(top);
-        if (first_panel) {
-            raise = raise == -INFINITY ? 0.0f : raise;
-            g->reference[r] = raise;
-            vf_store(g->sum + r * VF, (vf){0});
-        } else {
-            if (!(raise > 0.0f)) {
-                continue;
-            }
-            g->reference[r] += raise;
-            vf shrink = exp2_tile(vf_set(-raise * f->factor));
-            vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
-            for (int64_t c = 0; c < column; c += VF) {
-                vf_store(row + c, vf_load(row + c) * shrink);
-            }
-            for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
-                float *x = g->result + r * f->width + d;
-                vf_store(x, vf_load(x) * shrink);
-            }
+        if (!(raise > 0.0f)) {
+            continue;
+        }
+        g->reference[r] += raise;
+        vf shrink = exp2_tile(vf_set(-raise * f->factor));
+        vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
+        for (int64_t c = 0; c < column; c += VF) {
+            vf_store(row + c, vf_load(row + c) * shrink);
+        }
+        for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
+            float *x = g->result + r * f->width + d;
+            vf_store(x, vf_load(x) * shrink);
         }
         for (int64_t c = column; c < column + count; c += VF) {
             vf_store(row + c, vf_load(row + c) - vf_set(raise));
@@ -119,8 +113,9 @@ raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t co
  * before. */
 INLINE void
 weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t column,
-            int64_t seen, int64_t step, int first_panel, int first_tile)
+            int64_t seen, int64_t step, int first_tile)
 {
+    int first_panel = first_tile && column == 0;
     vf s[MR][NV];
     UNROLL for (int r = 0; r < MR; r++)
     {
@@ -132,40 +127,73 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
     }
     int64_t dim = f->view->head_dim;
     product(s, nv, g->q, g->q_stride, 1, f->keys + column * dim, PANEL, dim);
-    vf top = vf_set(-INFINITY);
-    UNROLL for (int r = 0; r < MR; r++)
+    if (first_panel) {
+        UNROLL for (int r = 0; r < MR; r++)
+        {
+            float reference = s[r][0][0];
+            g->reference[r] = reference;
+            vf_store(g->sum + r * VF, (vf){0});
+            UNROLL for (int v = 0; v < nv; v++)
+            {
+                s[r][v] -= vf_set(reference);
+            }
+        }
+    }
+    vi top = {0};
+    UNROLL for (int v = 0; v < nv; v++)
     {
-        UNROLL for (int v = 0; v < nv; v++)
+        UNROLL for (int r = 0; r < MR; r++)
         {
             if (masked) {
                 s[r][v] = mask_select(mask_below(seen + r * step - v * VF), s[r][v],
                                       vf_set(-INFINITY));
             }
-            top = vf_max(s[r][v], top);
+            top = vi_max((vi)s[r][v], top);
         }
     }
     float *weights = f->weights + column;
-    if (__builtin_expect(first_panel || any_greater(top, vf_set(f->limit)), 0)) {
+    if (__builtin_expect(any_greater((vf)top, vf_set(f->limit)), 0)) {
         tile_store(s, nv, weights, TILE_KEYS);
-        raise_reference(f, g, column, nv * VF, first_panel, first_tile);
+        raise_reference(f, g, column, nv * VF, first_tile);
         tile_load(s, nv, weights, TILE_KEYS);
     }
     vf factor = vf_set(f->factor);
+    vf sum[MR];
     UNROLL for (int r = 0; r < MR; r++)
     {
-        vf sum = vf_load(g->sum + r * VF);
-        UNROLL for (int v = 0; v < nv; v++)
+        sum[r] = vf_load(g->sum + r * VF);
+    }
+    UNROLL for (int v = 0; v < nv; v++)
+    {
+        UNROLL for (int r = 0; r < MR; r++)
         {
             vf p = exp2_tile(s[r][v] * factor);
             if (masked) {
                 p = mask_select(mask_below(seen + r * step - v * VF), p, (vf){0});
             }
             vf_store(weights + r * TILE_KEYS + v * VF, p);
-            sum += p;
+            sum[r] += p;
         }
-        vf_store(g->sum + r * VF, sum);
+    }
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        vf_store(g->sum + r * VF, sum[r]);
     }
 }
+
+#define WEIGH(name, n, masked)                                                      \
+    NOINLINE void name(const forward_t *f, const group_t *g, int64_t column,        \
+                       int64_t seen, int64_t step, int first_tile)                  \
+    {                                                                               \
+        weigh_panel(f, g, n, masked, column, seen, step, first_tile);               \
+    }
+WEIGH(weigh_whole, NV, 0)
+WEIGH(weigh_1, 1, 1)
+WEIGH(weigh_2, 2, 1)
+#if NV == 4
+WEIGH(weigh_3, 3, 1)
+WEIGH(weigh_4, 4, 1)
+#endif
 
 static void
 weigh_tile(const forward_t *f, const group_t *g, int64_t key_count, int64_t seen,
@@ -175,15 +203,13 @@ weigh_tile(const forward_t *f, const group_t *g, int64_t key_count, int64_t seen
     for (int64_t column = 0; column < end; column += PANEL) {
         int64_t count = min_i64(PANEL, end - column);
         int64_t nv = (count + VF - 1) / VF;
-        int first_panel = first_tile && column == 0;
         int64_t panel_seen = min_i64(seen, key_count) - column;
         int64_t panel_step = seen >= key_count ? 0 : step;
         if (panel_seen >= PANEL) {
-            weigh_panel(f, g, NV, 0, column, 0, 0, first_panel, first_tile);
+            weigh_whole(f, g, column, 0, 0, first_tile);
             continue;
         }
-#define CALL(n) \
-    weigh_panel(f, g, n, 1, column, panel_seen, panel_step, first_panel, first_tile)
+#define CALL(n) weigh_##n(f, g, column, panel_seen, panel_step, first_tile)
         SWITCH_VECTORS(nv, CALL)
 #undef CALL
     }
@@ -228,6 +254,19 @@ add_values(const forward_t *f, const group_t *g, int nv, int64_t d, int64_t coun
     }
 }
 
+#define ADD(name, n)                                                                  \
+    NOINLINE void name(const forward_t *f, const group_t *g, int64_t d, int64_t count, \
+                       int first_tile, const float *inverse)                          \
+    {                                                                                 \
+        add_values(f, g, n, d, count, first_tile, inverse);                           \
+    }
+ADD(add_values_1, 1)
+ADD(add_values_2, 2)
+#if NV == 4
+ADD(add_values_3, 3)
+ADD(add_values_4, 4)
+#endif
+
 /* Sums, log-sum-exp and 1 / sum of a group's rows; rows that see no key get 0 and
  * -inf. */
 static void
@@ -242,8 +281,7 @@ finish_sums(const forward_t *f, const group_t *g, float inverse[MR])
             if (attention_visible(view, row) > 0) {
                 float sum = vf_sum(vf_load(g->sum + r * VF));
                 inverse[r] = 1.0f / sum;
-                lse = (float)(fabs((double)view->scale) * (double)g->reference[r]
-                              + log((double)sum));
+                lse = fabsf(view->scale) * g->reference[r] + logf(sum);
             }
             view->lse[g->head * view->lse_stride + row] = lse;
         }
@@ -281,7 +319,7 @@ pass_tile(const forward_t *f, const group_t *g, int64_t key, int64_t key_count)
     int64_t vectors = f->width / VF;
     for (int64_t v = 0; v < vectors; v += f->block) {
         int64_t nv = min_i64(f->block, vectors - v);
-#define CALL(n) add_values(f, g, n, v *VF, count, first_tile, finish)
+#define CALL(n) add_values_##n(f, g, v *VF, count, first_tile, finish)
         SWITCH_VECTORS(nv, CALL)
 #undef CALL
     }

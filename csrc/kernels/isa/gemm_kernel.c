@@ -132,7 +132,8 @@ TILES(6)
 TILES(7)
 TILES(8)
 TILES(9)
-TILES(10) TILES(11) TILES(12)
+TILES(10)
+TILES(11) TILES(12)
 #endif
 
     /* [rows - 1][vectors - 1][packed] */
@@ -143,30 +144,37 @@ TILES(10) TILES(11) TILES(12)
 #endif
 };
 
+/* Row strip `s` of `strip_count` times the panel that starts at `column`. */
+static inline void
+tile_at(const gemm_block_t *block, int64_t strip_count, int64_t s, int64_t column)
+{
+    int64_t row = gemm_strip_begin(block->m, strip_count, s);
+    int64_t rows = gemm_strip_begin(block->m, strip_count, s + 1) - row;
+    int64_t left = block->n - column;
+    tile_t t = {
+        .kc = block->kc,
+        .a = block->a + row * (block->a_packed ? block->kc : block->a_stride),
+        .a_stride = block->a_stride,
+        .b = block->b + column / PANEL * block->panel_stride
+             + block->b_skip * (left > VF ? PANEL : VF),
+        .c = block->c + row * block->ldc + column,
+        .ldc = block->ldc,
+        .base =
+            block->base == NULL ? NULL : block->base + row * block->ld_base + column,
+        .ld_base = block->ld_base,
+        .bias = block->bias == NULL ? NULL : block->bias + column,
+        .columns = left < PANEL ? left : PANEL,
+    };
+    tiles[rows - 1][t.columns > VF][block->a_packed != 0](&t);
+}
+
 static void
 block_run(const gemm_block_t *block)
 {
     int64_t strip_count = (block->m + ROWS - 1) / ROWS;
-    for (int64_t s = 0; s < strip_count; s++) {
-        int64_t row = gemm_strip_begin(block->m, strip_count, s);
-        int64_t rows = gemm_strip_begin(block->m, strip_count, s + 1) - row;
-        tile_t t = {
-            .kc = block->kc,
-            .a = block->a + row * (block->a_packed ? block->kc : block->a_stride),
-            .a_stride = block->a_stride,
-            .ldc = block->ldc,
-            .ld_base = block->ld_base,
-        };
-        const float *b = block->b;
-        for (int64_t column = 0; column < block->n; column += PANEL) {
-            t.c = block->c + row * block->ldc + column;
-            t.base = block->base == NULL ? NULL
-                                         : block->base + row * block->ld_base + column;
-            t.bias = block->bias == NULL ? NULL : block->bias + column;
-            t.columns = block->n - column < PANEL ? block->n - column : PANEL;
-            t.b = b + block->b_skip * (t.columns > VF ? PANEL : VF);
-            tiles[rows - 1][t.columns > VF][block->a_packed != 0](&t);
-            b += block->panel_stride;
+    for (int64_t column = 0; column < block->n; column += PANEL) {
+        for (int64_t s = 0; s < strip_count; s++) {
+            tile_at(block, strip_count, s, column);
         }
     }
 }
@@ -197,7 +205,8 @@ typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, float *to);
 
 STRIP(1)
 STRIP(2)
-STRIP(3) STRIP(4) STRIP(5) STRIP(6)
+STRIP(3)
+STRIP(4) STRIP(5) STRIP(6)
 #if ROWS > 6
     STRIP(7) STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
 #endif
