@@ -89,7 +89,7 @@ class ShardedModel:
         self._names = [name for name, _ in tensors]
         self._frozen = _match(self._names, frozen)
         self._core = _dcp.Sharded(
-            world._core,
+            world,
             config.core(),
             device=device,
             block_rows=block_rows,
