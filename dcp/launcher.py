@@ -279,7 +279,7 @@ def _raise_failure(children: Sequence[_Child]) -> None:
     """Raise what failed first; a consequence on another rank only if there is nothing else."""
     for child in children:
         died = child.result is None and child.error is None and not child.killed_by_us
-        if died and child.code != 0:
+        if died:
             raise RankError(_death_text(child))
     failed = [child for child in children if child.error is not None]
     failed.sort(key=lambda c: (c.error["type"] == AbortedError.__name__, c.failed_at, c.rank))

@@ -1,0 +1,1013 @@
+/* comm: collectives, messages, splits and windows against plain loops, with ranks as
+ * threads over one mapping (so that TSan sees every access); failures; the meeting
+ * place and what dead runs leave; a seeded stress test with processes, one of which is
+ * killed.
+ */
+#define _GNU_SOURCE
+#include "check.h"
+
+#include "dcp/comm.h"
+#include "dcp/rng.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { MAX_RANKS = 6 };
+static const int64_t second_ns = 1000000000;
+
+/* ---- ranks as threads ---- */
+
+typedef struct rank {
+    pthread_t thread;
+    int32_t rank, size;
+    char run_id[32];
+    int64_t timeout_ns;
+    void (*body)(struct rank *);
+    dcp_comm_t *comm;
+    dcp_status_t status; /* for the body to fill */
+    char message[1024];  /* its message */
+    int failed, passed;  /* REQUIRE */
+    uint64_t seed;
+} rank_t;
+
+/* CHECK's counters are not for threads: a body counts for itself. */
+#define REQUIRE(r, condition)                                                         \
+    do {                                                                              \
+        if (condition) {                                                              \
+            (r)->passed++;                                                            \
+        } else {                                                                      \
+            (r)->failed++;                                                            \
+            printf("%s:%d: rank %d of %d: %s (last error: %s)\n", __FILE__, __LINE__, \
+                   (int)(r)->rank, (int)(r)->size, #condition, dcp_last_error());     \
+        }                                                                             \
+    } while (0)
+
+static int32_t run_number;
+
+static void
+keep(rank_t *r, dcp_status_t status)
+{
+    r->status = status;
+    snprintf(r->message, sizeof r->message, "%s",
+             status != DCP_OK ? dcp_last_error() : "");
+}
+
+static void *
+rank_main(void *argument)
+{
+    rank_t *r = argument;
+    dcp_comm_options_t options = {.rank = r->rank,
+                                  .size = r->size,
+                                  .run_id = r->run_id,
+                                  .timeout_ns = r->timeout_ns,
+                                  .join_timeout_ns = 30 * second_ns};
+    dcp_status_t status = dcp_comm_create_shm(&options, &r->comm);
+    REQUIRE(r, status == DCP_OK);
+    if (status == DCP_OK) {
+        r->body(r);
+        dcp_comm_destroy(r->comm);
+    }
+    return NULL;
+}
+
+static void
+run_ranks(rank_t *ranks, int32_t size, void (*body)(rank_t *), uint64_t seed,
+          int64_t timeout_ns)
+{
+    int32_t number = run_number++;
+    for (int32_t i = 0; i < size; i++) {
+        ranks[i] = (rank_t){.rank = i,
+                            .size = size,
+                            .body = body,
+                            .seed = seed,
+                            .timeout_ns = timeout_ns};
+        snprintf(ranks[i].run_id, sizeof ranks[i].run_id, "test-%d-%d", (int)getpid(),
+                 (int)number);
+        pthread_create(&ranks[i].thread, NULL, rank_main, &ranks[i]);
+    }
+    for (int32_t i = 0; i < size; i++) {
+        pthread_join(ranks[i].thread, NULL);
+        check_passed += ranks[i].passed;
+        check_failed += ranks[i].failed;
+    }
+}
+
+/* ---- collectives against loops ---- */
+
+/* Element i of what rank `rank` contributes to call `call`. */
+static float
+value(uint64_t call, int32_t rank, int64_t i)
+{
+    uint32_t key[2] = {(uint32_t)call, (uint32_t)rank}, out[4];
+    dcp_philox(key, (const uint32_t[4]){(uint32_t)i, 0, 0, 0}, out);
+    return (float)(int32_t)out[0] * 1e-6f;
+}
+
+static float
+sum_of(uint64_t call, int32_t size, int64_t i)
+{
+    float sum = value(call, 0, i);
+    for (int32_t r = 1; r < size; r++) {
+        sum += value(call, r, i);
+    }
+    return sum;
+}
+
+static float *
+floats(int64_t count)
+{
+    return malloc((size_t)(count + 1) * sizeof(float));
+}
+
+static float *
+contribution(uint64_t call, int32_t rank, int64_t count)
+{
+    float *x = floats(count);
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = value(call, rank, i);
+    }
+    return x;
+}
+
+static int64_t
+random_counts(dcp_rng_t *rng, int32_t size, uint64_t bound, int64_t *counts)
+{
+    int64_t total = 0;
+    for (int32_t r = 0; r < size; r++) {
+        counts[r] = (int64_t)dcp_rng_below(rng, bound);
+        counts[r] = dcp_rng_below(rng, 4) == 0 ? 0 : counts[r];
+        total += counts[r];
+    }
+    return total;
+}
+
+static void
+check_reductions(rank_t *r, uint64_t call, const int64_t *counts, int64_t total)
+{
+    float *send = contribution(call, r->rank, total), *recv = floats(total);
+    int64_t start = 0, wrong = 0;
+    for (int32_t i = 0; i < r->rank; i++) {
+        start += counts[i];
+    }
+    REQUIRE(r,
+            dcp_comm_reduce_scatterv(r->comm, send, counts, recv, DCP_F32) == DCP_OK);
+    for (int64_t i = 0; i < counts[r->rank]; i++) {
+        wrong += recv[i] != sum_of(call, r->size, start + i);
+    }
+    REQUIRE(r, wrong == 0);
+    REQUIRE(r,
+            dcp_comm_allreduce(r->comm, send, recv, total, DCP_F32, DCP_SUM) == DCP_OK);
+    for (int64_t i = 0; i < total; i++) {
+        wrong += recv[i] != sum_of(call, r->size, i);
+    }
+    REQUIRE(r, wrong == 0);
+    /* in place: the slice of send, then send itself */
+    float *copy = contribution(call, r->rank, total);
+    REQUIRE(r, dcp_comm_reduce_scatterv(r->comm, copy, counts, copy + start, DCP_F32)
+                   == DCP_OK);
+    for (int64_t i = 0; i < counts[r->rank]; i++) {
+        wrong += copy[start + i] != recv[start + i];
+    }
+    REQUIRE(r, dcp_comm_allgatherv(r->comm, copy + start, counts, copy, DCP_F32)
+                   == DCP_OK);
+    REQUIRE(r, memcmp(copy, recv, (size_t)total * 4) == 0);
+    REQUIRE(r,
+            dcp_comm_allreduce(r->comm, send, send, total, DCP_F32, DCP_SUM) == DCP_OK);
+    REQUIRE(r, memcmp(send, recv, (size_t)total * 4) == 0);
+    REQUIRE(r, wrong == 0);
+    free(send);
+    free(recv);
+    free(copy);
+}
+
+static void
+check_moves(rank_t *r, uint64_t call, dcp_rng_t *rng, uint64_t bound)
+{
+    /* table[s][d]: the same on all ranks */
+    int64_t table[MAX_RANKS][MAX_RANKS], sends = 0, receives = 0;
+    int64_t recv_counts[MAX_RANKS];
+    for (int32_t s = 0; s < r->size; s++) {
+        random_counts(rng, r->size, bound, table[s]);
+    }
+    for (int32_t i = 0; i < r->size; i++) {
+        sends += table[r->rank][i];
+        recv_counts[i] = table[i][r->rank];
+        receives += recv_counts[i];
+    }
+    float *send = contribution(call, r->rank, sends), *recv = floats(receives);
+    REQUIRE(
+        r, dcp_comm_alltoallv(r->comm, send, table[r->rank], recv, recv_counts, DCP_F32)
+               == DCP_OK);
+    int64_t at = 0, wrong = 0;
+    for (int32_t s = 0; s < r->size; s++) {
+        int64_t start = 0;
+        for (int32_t d = 0; d < r->rank; d++) {
+            start += table[s][d];
+        }
+        for (int64_t i = 0; i < table[s][r->rank]; i++) {
+            wrong += recv[at++] != value(call, s, start + i);
+        }
+    }
+    REQUIRE(r, wrong == 0);
+    int32_t root = (int32_t)dcp_rng_below(rng, (uint64_t)r->size);
+    int64_t count = (int64_t)dcp_rng_below(rng, bound);
+    float *data = contribution(call, r->rank, count);
+    REQUIRE(r, dcp_comm_broadcast(r->comm, data, count, DCP_F32, root) == DCP_OK);
+    for (int64_t i = 0; i < count; i++) {
+        wrong += data[i] != value(call, root, i);
+    }
+    REQUIRE(r, wrong == 0);
+    free(send);
+    free(recv);
+    free(data);
+}
+
+static void
+collectives_body(rank_t *r)
+{
+    static const uint64_t bounds[] = {4, 3000, 200000};
+    dcp_rng_t rng;
+    dcp_rng_init(&rng, r->seed, 0);
+    for (uint64_t call = 0; call < 9; call++) {
+        uint64_t bound = bounds[call % 3];
+        int64_t counts[MAX_RANKS];
+        int64_t total = random_counts(&rng, r->size, bound, counts);
+        check_reductions(r, call, counts, total);
+        check_moves(r, call, &rng, bound);
+        REQUIRE(r, dcp_comm_barrier(r->comm) == DCP_OK);
+    }
+}
+
+static void
+test_collectives(void)
+{
+    rank_t ranks[MAX_RANKS];
+    for (int32_t size = 1; size <= 5; size++) {
+        run_ranks(ranks, size, collectives_body, (uint64_t)size, 60 * second_ns);
+    }
+}
+
+/* Every dtype and operation, on few elements. */
+static void
+dtypes_body(rank_t *r)
+{
+    int32_t a[4] = {r->rank, -r->rank, 1 << 30, 7}, b[4];
+    REQUIRE(r, dcp_comm_allreduce(r->comm, a, b, 4, DCP_I32, DCP_SUM) == DCP_OK);
+    REQUIRE(r, b[0] == 3 && b[1] == -3 && (uint32_t)b[2] == 3u << 30 && b[3] == 21);
+    REQUIRE(r, dcp_comm_allreduce(r->comm, a, b, 4, DCP_I32, DCP_MAX) == DCP_OK);
+    REQUIRE(r, b[0] == 2 && b[1] == 0);
+    int64_t c[2] = {-5 + r->rank, INT64_MAX - 2 + r->rank}, d[2];
+    REQUIRE(r, dcp_comm_allreduce(r->comm, c, d, 2, DCP_I64, DCP_MIN) == DCP_OK);
+    REQUIRE(r, d[0] == -5 && d[1] == INT64_MAX - 2);
+    uint8_t e = (uint8_t)(100 + r->rank), f;
+    REQUIRE(r, dcp_comm_allreduce(r->comm, &e, &f, 1, DCP_U8, DCP_SUM) == DCP_OK);
+    REQUIRE(r, f == (uint8_t)303);
+    double g = 1.0 + 1e-12 * r->rank, h;
+    REQUIRE(r, dcp_comm_allreduce(r->comm, &g, &h, 1, DCP_F64, DCP_SUM) == DCP_OK);
+    REQUIRE(r, h == 1.0 + (1.0 + 1e-12) + (1.0 + 2e-12));
+    /* bf16: summed in fp32, rounded once: 256 + 1 + 1 = 258; in bf16 it would stay 256
+     */
+    uint16_t i = dcp_f32_to_bf16(r->rank == 0 ? 256.0f : 1.0f), j;
+    REQUIRE(r, dcp_comm_allreduce(r->comm, &i, &j, 1, DCP_BF16, DCP_SUM) == DCP_OK);
+    REQUIRE(r, dcp_bf16_to_f32(j) == 258.0f);
+    float k[3] = {(float)r->rank, r->rank == 1 ? __builtin_nanf("") : 1.0f, -0.5f},
+          l[3];
+    REQUIRE(r, dcp_comm_allreduce(r->comm, k, l, 3, DCP_F32, DCP_MAX) == DCP_OK);
+    REQUIRE(r, l[0] == 2.0f && l[1] != l[1] && l[2] == -0.5f);
+    REQUIRE(r, dcp_comm_allreduce(r->comm, k, l, 3, DCP_F32, DCP_MIN) == DCP_OK);
+    REQUIRE(r, l[0] == 0.0f && l[1] != l[1]);
+}
+
+/* ---- messages, splits, windows ---- */
+
+/* All pairs, several messages each, in an order of each rank's own; some pass the ring.
+ */
+static void
+messages_body(rank_t *r)
+{
+    dcp_rng_t rng;
+    dcp_rng_init(&rng, 77, 0);
+    enum { PER_PAIR = 3, ROUNDS = 3 };
+    for (int round = 0; round < ROUNDS; round++) {
+        int64_t counts[MAX_RANKS][MAX_RANKS][PER_PAIR];
+        float *sent[MAX_RANKS][PER_PAIR], *got[MAX_RANKS][PER_PAIR];
+        for (int32_t s = 0; s < r->size; s++) {
+            for (int32_t d = 0; d < r->size; d++) {
+                for (int m = 0; m < PER_PAIR; m++) {
+                    uint64_t bound = m == 1 ? 300000 : 5;
+                    counts[s][d][m] = (int64_t)dcp_rng_below(&rng, bound);
+                }
+            }
+        }
+        REQUIRE(r, dcp_comm_group_begin(r->comm) == DCP_OK);
+        for (int32_t i = 0; i < r->size; i++) {
+            int32_t peer = (i + r->rank * 2) % r->size;
+            for (int m = 0; m < PER_PAIR; m++) {
+                int64_t out = counts[r->rank][peer][m], in = counts[peer][r->rank][m];
+                sent[peer][m] = contribution((uint64_t)(peer * 8 + m), r->rank, out);
+                got[peer][m] = floats(in);
+                if (r->rank % 2 == 0) {
+                    REQUIRE(r, dcp_comm_send(r->comm, sent[peer][m], out * 4, peer)
+                                   == DCP_OK);
+                }
+                REQUIRE(r,
+                        dcp_comm_recv(r->comm, got[peer][m], in * 4, peer) == DCP_OK);
+                if (r->rank % 2 == 1) {
+                    REQUIRE(r, dcp_comm_send(r->comm, sent[peer][m], out * 4, peer)
+                                   == DCP_OK);
+                }
+            }
+        }
+        REQUIRE(r, dcp_comm_group_end(r->comm) == DCP_OK);
+        int64_t wrong = 0;
+        for (int32_t peer = 0; peer < r->size; peer++) {
+            for (int m = 0; m < PER_PAIR; m++) {
+                for (int64_t i = 0; i < counts[peer][r->rank][m]; i++) {
+                    wrong +=
+                        got[peer][m][i] != value((uint64_t)(r->rank * 8 + m), peer, i);
+                }
+                free(sent[peer][m]);
+                free(got[peer][m]);
+            }
+        }
+        REQUIRE(r, wrong == 0);
+    }
+    /* outside a group: rank 0 to the last, which may be gone afterwards */
+    int32_t token = 42;
+    if (r->size > 1 && r->rank == 0) {
+        REQUIRE(r, dcp_comm_send(r->comm, &token, 4, r->size - 1) == DCP_OK);
+    } else if (r->size > 1 && r->rank == r->size - 1) {
+        token = 0;
+        REQUIRE(r, dcp_comm_recv(r->comm, &token, 4, 0) == DCP_OK);
+        REQUIRE(r, token == 42);
+    }
+}
+
+static void
+split_body(rank_t *r)
+{
+    dcp_comm_t *part, *inner;
+    int32_t color = r->rank == 0 ? -1 : r->rank % 2;
+    REQUIRE(r, dcp_comm_split(r->comm, color, -r->rank, &part) == DCP_OK);
+    REQUIRE(r, (part == NULL) == (r->rank == 0));
+    if (part == NULL) {
+        return;
+    }
+    /* ordered by key: the highest rank first */
+    int32_t above = 0, members = 0;
+    int64_t expected = 0;
+    for (int32_t i = 1; i < r->size; i++) {
+        members += i % 2 == color;
+        above += i % 2 == color && i > r->rank;
+        expected += i % 2 == color ? i : 0;
+    }
+    REQUIRE(r, dcp_comm_rank(part) == above && dcp_comm_size(part) == members);
+    int64_t sum = r->rank, got;
+    REQUIRE(r, dcp_comm_allreduce(part, &sum, &got, 1, DCP_I64, DCP_SUM) == DCP_OK);
+    REQUIRE(r, got == expected);
+    REQUIRE(r, dcp_comm_split(part, 0, 0, &inner) == DCP_OK);
+    dcp_comm_destroy(part); /* a part of a part lives on its own */
+    REQUIRE(r, dcp_comm_allreduce(inner, &sum, &got, 1, DCP_I64, DCP_MAX) == DCP_OK);
+    REQUIRE(r, got >= r->rank);
+    dcp_window_t *window;
+    REQUIRE(r, dcp_window_create(inner, 4096, &window) == DCP_OK);
+    dcp_comm_destroy(inner);
+    REQUIRE(r, dcp_window_bytes(window, 0) == 4096);
+    dcp_window_destroy(window);
+}
+
+static void
+window_body(rank_t *r)
+{
+    enum { COUNT = 5003 };
+    dcp_window_t *window;
+    /* the last rank brings nothing: there is nothing to see of it */
+    int64_t bytes = r->rank == r->size - 1 ? 0 : 4096 * (r->rank + 1);
+    REQUIRE(r, dcp_window_create(r->comm, bytes, &window) == DCP_OK);
+    REQUIRE(r, dcp_window_base(window, r->size - 1) == NULL);
+    for (int32_t i = 0; i + 1 < r->size; i++) {
+        const char *base = dcp_window_base(window, i);
+        REQUIRE(r, (uintptr_t)base % 4096 == 0 && base[4096 * (i + 1) - 1] == 0);
+        REQUIRE(r, dcp_window_bytes(window, i) == 4096 * (i + 1));
+    }
+    float x;
+    REQUIRE(r, dcp_window_reduce(window, 0, 1, &x) == DCP_ERR_ARG);
+    dcp_window_destroy(window);
+
+    REQUIRE(r, dcp_window_create(r->comm, 4 * COUNT + 64, &window) == DCP_OK);
+    float *own = (float *)dcp_window_base(window, r->rank) + 16;
+    for (int64_t i = 0; i < COUNT; i++) {
+        own[i] = value(9, r->rank, i);
+    }
+    REQUIRE(r, dcp_comm_barrier(r->comm) == DCP_OK);
+    int64_t first = r->rank * COUNT / r->size, end = (r->rank + 1) * COUNT / r->size;
+    float *aside = floats(end - first);
+    REQUIRE(r, dcp_window_reduce(window, 64 + 4 * first, end - first, aside) == DCP_OK);
+    REQUIRE(r, dcp_window_reduce(window, 64 + 4 * first, end - first, own + first)
+                   == DCP_OK);
+    int64_t wrong = memcmp(aside, own + first, (size_t)(end - first) * 4) != 0;
+    for (int64_t i = first; i < end; i++) {
+        wrong += own[i] != sum_of(9, r->size, i);
+    }
+    REQUIRE(r, wrong == 0);
+    REQUIRE(r, dcp_window_reduce(window, 2, 1, &x) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_window_reduce(window, 0, COUNT + 17, &x) == DCP_ERR_ARG);
+    free(aside);
+    dcp_window_destroy(window);
+    /* more than any machine has: an error on all ranks, and the run goes on */
+    REQUIRE(r, dcp_window_create(r->comm, r->rank == 0 ? INT64_C(1) << 50 : 0, &window)
+                   == DCP_ERR_NO_MEM);
+    REQUIRE(r, strstr(dcp_last_error(), "available") != NULL);
+    REQUIRE(r, dcp_comm_barrier(r->comm) == DCP_OK);
+}
+
+static void
+test_parts(void)
+{
+    rank_t ranks[MAX_RANKS];
+    run_ranks(ranks, 3, dtypes_body, 0, 60 * second_ns);
+    for (int32_t size = 1; size <= 4; size++) {
+        run_ranks(ranks, size, messages_body, 0, 60 * second_ns);
+        run_ranks(ranks, size, window_body, 0, 60 * second_ns);
+    }
+    run_ranks(ranks, 6, split_body, 0, 60 * second_ns);
+}
+
+/* ---- failures ---- */
+
+static void
+mismatch_body(rank_t *r)
+{
+    float x[8] = {0}, y[8];
+    keep(r, r->rank == 1 ? dcp_comm_barrier(r->comm)
+                         : dcp_comm_allreduce(r->comm, x, y, 5, DCP_F32, DCP_SUM));
+    /* sticky, and at once */
+    REQUIRE(r, dcp_comm_barrier(r->comm) == DCP_ERR_MISMATCH);
+    REQUIRE(r, strcmp(dcp_last_error(), r->message) == 0);
+}
+
+static void
+counts_mismatch_body(rank_t *r)
+{
+    int64_t send[3] = {1, 2, 3}, recv[3] = {0};
+    recv[0] = recv[1] = recv[2] = r->rank + 1;
+    recv[2] += r->rank == 1; /* rank 1 expects 3 from rank 2, which sends 2 */
+    float x[16] = {0}, y[16];
+    keep(r, dcp_comm_alltoallv(r->comm, x, send, y, recv, DCP_F32));
+}
+
+static void
+sizes_mismatch_body(rank_t *r)
+{
+    char x[8] = {0};
+    keep(r, r->rank == 0 ? dcp_comm_send(r->comm, x, 8, 1)
+                         : dcp_comm_recv(r->comm, x, 7, 0));
+    if (r->rank == 0) { /* its bytes were away: it learns of it in the next call */
+        keep(r, dcp_comm_barrier(r->comm));
+    }
+}
+
+/* Cases F-08: the counts of calls differ. */
+static void
+left_body(rank_t *r)
+{
+    REQUIRE(r, dcp_comm_barrier(r->comm) == DCP_OK);
+    if (r->rank != 1) {
+        keep(r, dcp_comm_barrier(r->comm));
+    }
+}
+
+static atomic_int late_go;
+
+static void
+late_body(rank_t *r)
+{
+    if (r->rank == 1) {
+        while (atomic_load(&late_go) < 2) {
+            sched_yield();
+        }
+    }
+    keep(r, dcp_comm_barrier(r->comm));
+    atomic_fetch_add(&late_go, 1);
+}
+
+static void
+abort_body(rank_t *r)
+{
+    dcp_comm_t *part;
+    REQUIRE(r, dcp_comm_split(r->comm, r->rank == 2, 0, &part) == DCP_OK);
+    if (r->rank == 2) {
+        dcp_comm_abort(part, "the loss is NaN");
+        keep(r, dcp_comm_barrier(r->comm));
+    } else if (r->rank == 1) {
+        keep(r, dcp_comm_recv(r->comm, NULL, 0, 0)); /* rank 0 never sends */
+    } else {
+        keep(r, dcp_comm_barrier(part)); /* rank 1 never comes */
+    }
+    dcp_comm_destroy(part);
+}
+
+static void
+arguments_body(rank_t *r)
+{
+    dcp_comm_t *c = r->comm;
+    float x[8] = {0}, y[8];
+    int64_t negative[2] = {4, -1}, good[2] = {2, 2};
+    int64_t huge[2] = {INT64_MAX / 4, INT64_MAX / 4};
+    REQUIRE(r, dcp_comm_barrier(NULL) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_allgatherv(c, x, negative, y, DCP_F32) == DCP_ERR_ARG);
+    REQUIRE(r, strstr(dcp_last_error(), "counts[1] = -1") != NULL);
+    REQUIRE(r, dcp_comm_allgatherv(c, x, huge, y, DCP_F32) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_allgatherv(c, x, good, NULL, DCP_F32) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_allgatherv(c, y + 1, good, y, DCP_F32) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_reduce_scatterv(c, x, good, x + 1, DCP_F32) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_allreduce(c, x, x + 1, 4, DCP_F32, DCP_SUM) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_allreduce(c, x, y, 4, (dcp_dtype_t)99, DCP_SUM) == DCP_ERR_ARG);
+    REQUIRE(r,
+            dcp_comm_allreduce(c, x, y, 4, DCP_F32, (dcp_reduce_op_t)9) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_broadcast(c, x, 4, DCP_F32, 2) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_send(c, x, 4, -1) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_recv(c, x, -4, 0) == DCP_ERR_ARG);
+    REQUIRE(r, dcp_comm_group_end(c) == DCP_ERR_STATE);
+    REQUIRE(r, dcp_comm_group_begin(c) == DCP_OK);
+    REQUIRE(r, dcp_comm_barrier(c) == DCP_ERR_STATE);
+    REQUIRE(r, dcp_comm_send(c, x, 4, r->rank) == DCP_OK);
+    REQUIRE(r, dcp_comm_group_end(c) == DCP_ERR_STATE); /* no receive */
+    dcp_comm_t *part;
+    REQUIRE(r, dcp_comm_split(c, -2, 0, &part) == DCP_ERR_ARG);
+    dcp_window_t *window;
+    REQUIRE(r, dcp_window_create(c, -1, &window) == DCP_ERR_ARG);
+    /* and none of this has hurt */
+    REQUIRE(r, dcp_comm_allgatherv(c, x, good, y, DCP_F32) == DCP_OK);
+    REQUIRE(r, dcp_comm_barrier(c) == DCP_OK);
+}
+
+static void
+check_all(rank_t *ranks, int32_t size, dcp_status_t status, const char *text)
+{
+    for (int32_t i = 0; i < size; i++) {
+        CHECK(ranks[i].status == status);
+        CHECK(strstr(ranks[i].message, text) != NULL);
+        CHECK(strcmp(ranks[i].message, ranks[0].message) == 0);
+        if (ranks[i].status != status || strstr(ranks[i].message, text) == NULL) {
+            printf("rank %d: %d '%s'\n", (int)i, (int)ranks[i].status,
+                   ranks[i].message);
+        }
+    }
+}
+
+static void
+test_failures(void)
+{
+    rank_t ranks[MAX_RANKS];
+    run_ranks(ranks, 3, mismatch_body, 0, 60 * second_ns);
+    check_all(ranks, 3, DCP_ERR_MISMATCH, "rank 0 called allreduce of 5 float32 (sum)");
+    check_all(ranks, 3, DCP_ERR_MISMATCH, "rank 1 called barrier (call 1)");
+    run_ranks(ranks, 3, counts_mismatch_body, 0, 60 * second_ns);
+    check_all(ranks, 3, DCP_ERR_MISMATCH,
+              "rank 2 sends 2 float32 to rank 1, which expects 3");
+    run_ranks(ranks, 2, sizes_mismatch_body, 0, 60 * second_ns);
+    check_all(ranks, 2, DCP_ERR_MISMATCH,
+              "rank 0 sent 8 bytes to rank 1, which expected 7");
+    run_ranks(ranks, 3, left_body, 0, 60 * second_ns);
+    CHECK(ranks[0].status == DCP_ERR_PEER && ranks[2].status == DCP_ERR_PEER);
+    CHECK(strstr(ranks[0].message, "rank 1 (process ") != NULL);
+    CHECK(strstr(ranks[0].message, "barrier (call 2)") != NULL);
+    atomic_store(&late_go, 0);
+    run_ranks(ranks, 3, late_body, 0, second_ns / 5);
+    check_all(ranks, 3, DCP_ERR_TIMEOUT, "rank 1 (process ");
+    check_all(ranks, 3, DCP_ERR_TIMEOUT,
+              "did not come to barrier (call 1) within 0.2 s");
+    run_ranks(ranks, 3, abort_body, 0, 60 * second_ns);
+    check_all(ranks, 3, DCP_ERR_ABORTED, "aborted: the loss is NaN");
+    CHECK(strncmp(ranks[0].message, "rank 2 (process ", 16) == 0);
+    run_ranks(ranks, 2, arguments_body, 0, 60 * second_ns);
+}
+
+static atomic_int interrupt_stage; /* 1: rank 0 is about to wait, 2: interrupted */
+
+static bool
+poll_interrupt(void)
+{
+    int wanted = 1;
+    return atomic_compare_exchange_strong(&interrupt_stage, &wanted, 2);
+}
+
+static void
+interrupt_body(rank_t *r)
+{
+    if (r->rank == 0) {
+        atomic_store(&interrupt_stage, 1);
+    }
+    while (r->rank == 1 && atomic_load(&interrupt_stage) != 2) {
+        sched_yield();
+    }
+    keep(r, dcp_comm_barrier(r->comm));
+}
+
+static void
+test_interrupt(void)
+{
+    rank_t ranks[2];
+    dcp_comm_set_interrupt(poll_interrupt);
+    run_ranks(ranks, 2, interrupt_body, 0, 60 * second_ns);
+    dcp_comm_set_interrupt(NULL);
+    CHECK(ranks[0].status == DCP_ERR_INTERRUPT);
+    CHECK(ranks[1].status == DCP_ERR_ABORTED);
+    CHECK(strstr(ranks[1].message, "rank 0 (process ") != NULL);
+    CHECK(strstr(ranks[1].message, "was interrupted in barrier (call 1)") != NULL);
+}
+
+static void
+test_self(void)
+{
+    dcp_comm_t *comm, *part;
+    CHECK_OK(dcp_comm_create_self(&comm));
+    CHECK(dcp_comm_size(comm) == 1 && strcmp(dcp_comm_transport(comm), "self") == 0);
+    rank_t r = {.size = 1, .comm = comm, .seed = 3};
+    collectives_body(&r);
+    messages_body(&r);
+    window_body(&r);
+    CHECK_OK(dcp_comm_split(comm, 0, 0, &part));
+    dcp_comm_abort(part, "enough");
+    CHECK(dcp_comm_barrier(part) == DCP_ERR_ABORTED);
+    dcp_comm_destroy(part);
+    CHECK_OK(dcp_comm_split(comm, -1, 0, &part));
+    CHECK(part == NULL);
+    dcp_comm_destroy(comm);
+    dcp_comm_destroy(NULL);
+    CHECK(r.failed == 0);
+    check_passed += r.passed;
+}
+
+static dcp_status_t
+shm_scenario(void)
+{
+    char run_id[40];
+    snprintf(run_id, sizeof run_id, "alloc-%d", (int)getpid());
+    dcp_comm_options_t options = {.size = 1, .run_id = run_id};
+    dcp_comm_t *comm, *part = NULL;
+    DCP_TRY(dcp_comm_create_shm(&options, &comm));
+    dcp_window_t *window = NULL;
+    char x[4] = {1}, y[4];
+    dcp_status_t status = dcp_comm_split(comm, 0, 0, &part);
+    if (status == DCP_OK) {
+        status = dcp_window_create(part, 8192, &window);
+    }
+    if (status == DCP_OK) {
+        status = dcp_comm_group_begin(comm);
+    }
+    for (int i = 0; i < 20 && status == DCP_OK; i++) {
+        status = dcp_comm_send(comm, x, 4, 0);
+        status = status == DCP_OK ? dcp_comm_recv(comm, y, 4, 0) : status;
+    }
+    if (status == DCP_OK) {
+        status = dcp_comm_group_end(comm);
+    }
+    dcp_window_destroy(window);
+    dcp_comm_destroy(part);
+    dcp_comm_destroy(comm);
+    return status;
+}
+
+/* ---- meeting ---- */
+
+static char folder[64];
+
+static int
+count_files(void)
+{
+    DIR *listing = opendir(folder);
+    int count = 0;
+    for (struct dirent *e = readdir(listing); e != NULL; e = readdir(listing)) {
+        count += e->d_name[0] != '.';
+    }
+    closedir(listing);
+    return count;
+}
+
+static dcp_status_t
+join(const char *run_id, int32_t rank, int32_t size, int64_t join_ns,
+     dcp_comm_t **comm_p)
+{
+    dcp_comm_options_t options = {.rank = rank,
+                                  .size = size,
+                                  .run_id = run_id,
+                                  .join_timeout_ns = join_ns,
+                                  .folder = folder};
+    return dcp_comm_create_shm(&options, comm_p);
+}
+
+/* A process that waits for peers that never come; returns once it has made its file. */
+static pid_t
+start_waiter(const char *run_id)
+{
+    int before = count_files();
+    pid_t pid = fork();
+    if (pid == 0) {
+        dcp_comm_t *comm;
+        join(run_id, 0, 2, 600 * second_ns, &comm);
+        _exit(0);
+    }
+    while (count_files() == before) {
+        sched_yield();
+    }
+    return pid;
+}
+
+static void
+kill_and_wait(pid_t pid)
+{
+    kill(pid, SIGKILL);
+    waitpid(pid, NULL, 0);
+}
+
+/* Case X-07: what killed runs leave is removed by any later run, what lives is not. */
+static void
+test_leftovers(void)
+{
+    dcp_comm_t *comm;
+    pid_t live = start_waiter("live");
+    for (int i = 0; i < 5; i++) {
+        char run_id[16];
+        snprintf(run_id, sizeof run_id, "dead-%d", i);
+        kill_and_wait(start_waiter(run_id));
+        CHECK(count_files() == 2); /* the live one's, and this */
+        CHECK_OK(join("later", 0, 1, second_ns, &comm));
+        dcp_comm_destroy(comm);
+        CHECK(count_files() == 1);
+    }
+    /* the same run id again: the dead segment does not count */
+    kill_and_wait(start_waiter("again"));
+    CHECK(join("again", 1, 2, second_ns / 10, &comm) == DCP_ERR_TIMEOUT);
+    CHECK(strstr(dcp_last_error(), "rank 0 did not come to join") != NULL);
+    CHECK(count_files() == 1);
+    /* a process of the live run may still come: it is met */
+    CHECK(join("live", 0, 2, second_ns, &comm) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), "rank 0 of run 'live' is taken") != NULL);
+    CHECK_OK(join("live", 1, 2, 30 * second_ns, &comm));
+    CHECK(count_files() == 0);
+    waitpid(live, NULL, 0); /* it exits without destroying its communicator */
+    CHECK(dcp_comm_barrier(comm) == DCP_ERR_PEER);
+    char text[80];
+    snprintf(text, sizeof text, "rank 0 (process %d) died", (int)live);
+    CHECK(strstr(dcp_last_error(), text) != NULL);
+    dcp_comm_destroy(comm);
+}
+
+static void
+test_join_arguments(void)
+{
+    dcp_comm_t *comm;
+    CHECK(join("a/b", 0, 1, 0, &comm) == DCP_ERR_ARG);
+    CHECK(join("", 0, 1, 0, &comm) == DCP_ERR_ARG);
+    CHECK(join(NULL, 0, 1, 0, &comm) == DCP_ERR_ARG);
+    CHECK(join("a", 1, 1, 0, &comm) == DCP_ERR_ARG);
+    CHECK(join("a", 0, 0, 0, &comm) == DCP_ERR_ARG);
+    pid_t pid = start_waiter("two");
+    CHECK(join("two", 1, 3, second_ns, &comm) == DCP_ERR_MISMATCH);
+    CHECK(strstr(dcp_last_error(), "was begun with 2 ranks, but rank 1") != NULL);
+    waitpid(pid, NULL, 0); /* it has learned of it */
+    CHECK(count_files() == 0);
+}
+
+/* Case X-07: a folder without room is an error that names path, need and free bytes. */
+static void
+test_full_folder(void)
+{
+    if (unshare(CLONE_NEWNS) != 0
+        || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0
+        || mount("none", folder, "tmpfs", 0, "size=8k") != 0) {
+        printf("test_full_folder: not run, mounting needs root (%s)\n",
+               strerror(errno));
+        return;
+    }
+    char path[128];
+    snprintf(path, sizeof path, "%s/filler", folder);
+    FILE *file = fopen(path, "w");
+    char block[8192] = {0};
+    CHECK(file != NULL && fwrite(block, 1, sizeof block, file) == sizeof block);
+    fclose(file);
+    dcp_comm_t *comm;
+    CHECK(join("full", 0, 1, second_ns, &comm) == DCP_ERR_NO_MEM);
+    CHECK(strstr(dcp_last_error(), folder) != NULL);
+    CHECK(strstr(dcp_last_error(), " has 0 free") != NULL);
+    CHECK(count_files() == 1);
+    /* a small one is no limit for windows: they are not files there */
+    unlink(path);
+    CHECK_OK(join("small", 0, 1, second_ns, &comm));
+    dcp_window_t *window;
+    CHECK_OK(dcp_window_create(comm, 1 << 20, &window));
+    dcp_window_destroy(window);
+    dcp_comm_destroy(comm);
+    umount(folder);
+}
+
+/* ---- counts beyond 2^31 (case X-03) ---- */
+
+enum { PATTERN_BYTES = 64 << 20 };
+static const int64_t big_count = (INT64_C(1) << 31) + 8;
+
+/* A range of big_count bytes that shows one piece of memory again and again. */
+static uint8_t *
+repeated(int fd)
+{
+    int64_t bytes = (big_count + PATTERN_BYTES - 1) / PATTERN_BYTES * PATTERN_BYTES;
+    char *base =
+        mmap(NULL, (size_t)bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (int64_t at = 0; at < bytes; at += PATTERN_BYTES) {
+        mmap(base + at, PATTERN_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+             fd, 0);
+    }
+    return (uint8_t *)base;
+}
+
+static void
+big_body(rank_t *r)
+{
+    int fd = memfd_create("big", 0);
+    REQUIRE(r, ftruncate(fd, PATTERN_BYTES) == 0);
+    uint8_t *data = repeated(fd);
+    uint8_t tail[16] = {0};
+    if (r->rank == 0) {
+        for (int64_t i = 0; i < PATTERN_BYTES; i++) {
+            data[i] = (uint8_t)(i * 7 + (i >> 12));
+        }
+    }
+    int64_t sends[2] = {0, r->rank == 0 ? big_count : 0};
+    int64_t receives[2] = {r->rank == 1 ? big_count : 0, 0};
+    REQUIRE(r, dcp_comm_alltoallv(r->comm, data, sends, r->rank == 0 ? tail : data,
+                                  receives, DCP_U8)
+                   == DCP_OK);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < PATTERN_BYTES; i++) {
+        wrong += data[i] != (uint8_t)(i * 7 + (i >> 12));
+    }
+    REQUIRE(r, wrong == 0);
+    /* the last bytes come from the last window of the pattern: overwritten before */
+    REQUIRE(r, data[big_count - 1] == (uint8_t)(7 * 7));
+    munmap(data, (size_t)big_count);
+    close(fd);
+}
+
+static void
+test_big_counts(void)
+{
+    rank_t ranks[2];
+    run_ranks(ranks, 2, big_body, 0, 60 * second_ns);
+}
+
+/* ---- processes: a seeded schedule, then one is killed ---- */
+
+static int
+stress_process(rank_t *r, uint64_t steps)
+{
+    dcp_rng_t shared, own;
+    dcp_rng_init(&shared, r->seed, 0);
+    dcp_rng_init(&own, r->seed, 1 + (uint64_t)r->rank);
+    for (uint64_t step = 0; step < steps && r->failed == 0; step++) {
+        for (uint64_t spin = dcp_rng_below(&own, 4); spin > 0; spin--) {
+            sched_yield(); /* ranks come in any order */
+        }
+        int64_t counts[MAX_RANKS];
+        uint64_t bound = dcp_rng_below(&shared, 5) == 0 ? 60000 : 50;
+        int64_t total = random_counts(&shared, r->size, bound, counts);
+        switch (dcp_rng_below(&shared, 4)) {
+        case 0:
+            check_reductions(r, step, counts, total);
+            break;
+        case 1:
+            check_moves(r, step, &shared, bound);
+            break;
+        case 2: {
+            int32_t next = (r->rank + 1) % r->size;
+            int32_t last = (r->rank + r->size - 1) % r->size;
+            int64_t n = counts[r->rank], m = counts[last], wrong = 0;
+            float *x = contribution(step, r->rank, n), *y = floats(m);
+            REQUIRE(r, dcp_comm_group_begin(r->comm) == DCP_OK);
+            REQUIRE(r, dcp_comm_send(r->comm, x, 4 * n, next) == DCP_OK);
+            REQUIRE(r, dcp_comm_recv(r->comm, y, 4 * m, last) == DCP_OK);
+            REQUIRE(r, dcp_comm_group_end(r->comm) == DCP_OK);
+            for (int64_t i = 0; i < m; i++) {
+                wrong += y[i] != value(step, last, i);
+            }
+            REQUIRE(r, wrong == 0);
+            free(x);
+            free(y);
+            break;
+        }
+        default: {
+            dcp_comm_t *part;
+            int64_t one = 1, members = 0;
+            int32_t color = (int32_t)dcp_rng_below(&own, 2);
+            REQUIRE(r, dcp_comm_split(r->comm, color, 0, &part) == DCP_OK);
+            REQUIRE(r, dcp_comm_allreduce(part, &one, &members, 1, DCP_I64, DCP_SUM)
+                           == DCP_OK);
+            REQUIRE(r, members == dcp_comm_size(part));
+            dcp_comm_destroy(part);
+            break;
+        }
+        }
+    }
+    return r->failed == 0 ? 0 : 1;
+}
+
+/* A rank's process. The victim dies in the middle; the others must learn of it. */
+static int
+process_main(int32_t rank, int32_t size, int32_t victim, const char *run_id,
+             uint64_t seed)
+{
+    rank_t r = {.rank = rank, .size = size, .seed = seed};
+    dcp_comm_options_t options = {
+        .rank = rank, .size = size, .run_id = run_id, .folder = folder};
+    if (dcp_comm_create_shm(&options, &r.comm) != DCP_OK) {
+        printf("rank %d: %s\n", (int)rank, dcp_last_error());
+        return 1;
+    }
+    int64_t pid = getpid(), pids[MAX_RANKS], ones[MAX_RANKS] = {1, 1, 1, 1, 1, 1};
+    REQUIRE(&r, dcp_comm_allgatherv(r.comm, &pid, ones, pids, DCP_I64) == DCP_OK);
+    int result = stress_process(&r, 60);
+    if (victim >= 0 && result == 0) {
+        dcp_status_t status = DCP_OK;
+        float x[1000] = {0}, y[1000];
+        for (int call = 0; status == DCP_OK; call++) {
+            if (rank == victim && call == 20) {
+                raise(SIGKILL);
+            }
+            status = dcp_comm_allreduce(r.comm, x, y, 1000, DCP_F32, DCP_SUM);
+        }
+        char text[64];
+        snprintf(text, sizeof text, "rank %d (process %d) died", (int)victim,
+                 (int)pids[victim]);
+        REQUIRE(&r, status == DCP_ERR_PEER);
+        REQUIRE(&r, strstr(dcp_last_error(), text) != NULL);
+        REQUIRE(&r, strstr(dcp_last_error(), "(call ") != NULL);
+        result = r.failed != 0;
+    }
+    dcp_comm_destroy(r.comm);
+    return result;
+}
+
+static void
+test_processes(void)
+{
+    for (uint64_t seed = 0; seed < 6; seed++) {
+        int32_t size = 2 + (int32_t)(seed % 4);
+        int32_t victim = seed % 2 == 0 ? -1 : (int32_t)seed % size;
+        char run_id[40];
+        snprintf(run_id, sizeof run_id, "stress-%d-%d", (int)getpid(), (int)seed);
+        pid_t pids[MAX_RANKS];
+        fflush(stdout);
+        for (int32_t rank = 0; rank < size; rank++) {
+            pids[rank] = fork();
+            if (pids[rank] == 0) {
+                int result = process_main(rank, size, victim, run_id, seed);
+                fflush(stdout);
+                _exit(result);
+            }
+        }
+        for (int32_t rank = 0; rank < size; rank++) {
+            int state;
+            waitpid(pids[rank], &state, 0);
+            CHECK(rank == victim ? WIFSIGNALED(state)
+                                 : WIFEXITED(state) && WEXITSTATUS(state) == 0);
+        }
+        CHECK(count_files() == 0);
+    }
+}
+
+int
+main(int argc, char **argv)
+{
+    (void)argv;
+    snprintf(folder, sizeof folder, "/tmp/test-comm-%d", (int)getpid());
+    CHECK(mkdir(folder, 0700) == 0);
+    int64_t held = dcp_alloc_held_bytes();
+    /* processes first: a fork copies one thread only */
+    test_processes();
+    test_leftovers();
+    test_join_arguments();
+    test_self();
+    test_collectives();
+    test_parts();
+    test_failures();
+    test_interrupt();
+    if (argc > 1) { /* any argument: the slow one too */
+        test_big_counts();
+    }
+    CHECK(dcp_alloc_held_bytes() == held);
+    check_every_alloc(shm_scenario);
+    test_full_folder();
+    rmdir(folder);
+    return check_finish();
+}
