@@ -1,0 +1,205 @@
+/* The matrix product on arrays, for tests and benchmarks: `gemm` and `gemm_pack`. Rows
+ * may be strided (a slice of columns); columns must be dense. */
+#include "bind.h"
+
+#include "dcp/kernels.h"
+
+/* A 2-D fp32 array whose rows are dense, borrowed: its shape and row stride. */
+typedef struct matrix {
+    float *data;
+    int64_t rows, columns, stride;
+} matrix_t;
+
+static int
+matrix_read(PyObject *object, const char *what, int writable, matrix_t *matrix_p)
+{
+    PyArrayObject *array = (PyArrayObject *)object;
+    int fits = PyArray_Check(object) && PyArray_TYPE(array) == NPY_FLOAT32
+               && PyArray_NDIM(array) == 2 && PyArray_ISBEHAVED_RO(array)
+               && (!writable || PyArray_ISWRITEABLE(array));
+    if (fits) {
+        matrix_p->data = PyArray_DATA(array);
+        matrix_p->rows = PyArray_DIM(array, 0);
+        matrix_p->columns = PyArray_DIM(array, 1);
+        matrix_p->stride = PyArray_STRIDE(array, 0) / 4;
+        if (matrix_p->rows <= 1 || matrix_p->columns == 0) {
+            matrix_p->stride = matrix_p->columns; /* NumPy's then means nothing */
+        } else {
+            fits = PyArray_STRIDE(array, 0) > 0 && PyArray_STRIDE(array, 0) % 4 == 0;
+        }
+        fits = fits
+               && (matrix_p->columns <= 1 || matrix_p->rows == 0
+                   || PyArray_STRIDE(array, 1) == 4);
+    }
+    if (!fits) {
+        PyErr_Format(PyExc_TypeError, "%s must be a %s2-D float32 array of dense rows",
+                     what, writable ? "writable " : "");
+        return -1;
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(
+    gemm_doc,
+    "gemm(a, b, c, *, trans_a=False, trans_b=False, accumulate=False, add=None, "
+    "bias=None, packed=None)\n--\n\n"
+    "c = op(a) op(b) [+ add] [+ bias] or c += op(a) op(b), in place.\n\n"
+    "2-D float32 arrays with dense rows. `packed` is gemm_pack(b, "
+    "trans_b=trans_b); b then gives only the shape.");
+
+static PyObject *
+gemm(PyObject *module, PyObject *positional, PyObject *keywords)
+{
+    (void)module;
+    static char *names[] = {"a",          "b",   "c",    "trans_a", "trans_b",
+                            "accumulate", "add", "bias", "packed",  NULL};
+    PyObject *a, *b, *c, *add = Py_None, *bias = Py_None, *packed = Py_None;
+    int trans_a = 0, trans_b = 0, accumulate = 0;
+    matrix_t ma, mb, mc, m_add = {0};
+    if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OOO|$pppOOO:gemm", names,
+                                     &a, &b, &c, &trans_a, &trans_b, &accumulate, &add,
+                                     &bias, &packed)
+        || matrix_read(a, "a", 0, &ma) < 0 || matrix_read(b, "b", 0, &mb) < 0
+        || matrix_read(c, "c", 1, &mc) < 0
+        || (add != Py_None && matrix_read(add, "add", 0, &m_add) < 0)) {
+        return NULL;
+    }
+    int64_t k = trans_a ? ma.rows : ma.columns;
+    int64_t m = trans_a ? ma.columns : ma.rows;
+    int64_t n = trans_b ? mb.rows : mb.columns;
+    if (k != (trans_b ? mb.columns : mb.rows) || m != mc.rows || n != mc.columns
+        || (add != Py_None && (m_add.rows != m || m_add.columns != n))) {
+        PyErr_SetString(PyExc_ValueError, "shapes of a, b, c and add do not match");
+        return NULL;
+    }
+    PyArrayObject *bias_array = NULL, *packed_array = NULL;
+    PyObject *result = NULL;
+    dcp_pool_t *pool = bind_pool();
+    if (pool == NULL) {
+        return NULL;
+    }
+    if (bias != Py_None) {
+        bias_array = bind_array(bias, NPY_FLOAT32, 1, "bias");
+        if (bias_array == NULL) {
+            goto done;
+        }
+        if (PyArray_DIM(bias_array, 0) != n) {
+            PyErr_SetString(PyExc_ValueError, "bias must have the columns of c");
+            goto done;
+        }
+    }
+    if (packed != Py_None) {
+        packed_array = bind_array(packed, NPY_FLOAT32, 1, "packed");
+        if (packed_array == NULL) {
+            goto done;
+        }
+        if (PyArray_NBYTES(packed_array) < dcp_gemm_pack_bytes(n, k)) {
+            PyErr_SetString(PyExc_ValueError, "packed is not a gemm_pack of this b");
+            goto done;
+        }
+    }
+    dcp_gemm_args_t args = {
+        .m = m,
+        .n = n,
+        .k = k,
+        .a = ma.data,
+        .lda = ma.stride,
+        .b = mb.data,
+        .ldb = mb.stride,
+        .b_packed = packed_array != NULL ? PyArray_DATA(packed_array) : NULL,
+        .c = mc.data,
+        .ldc = mc.stride,
+        .add = m_add.data,
+        .ld_add = m_add.stride,
+        .bias = bias_array != NULL ? PyArray_DATA(bias_array) : NULL,
+        .trans_a = trans_a,
+        .trans_b = trans_b,
+        .accumulate = accumulate,
+    };
+    dcp_status_t status;
+    BIND_NOGIL(status, dcp_cpu_gemm(pool, &args));
+    result = status == DCP_OK ? Py_NewRef(Py_None) : bind_raise(status);
+done:
+    Py_XDECREF(bias_array);
+    Py_XDECREF(packed_array);
+    return result;
+}
+
+PyDoc_STRVAR(gemm_pack_doc,
+             "gemm_pack(b, *, trans_b=False)\n--\n\n"
+             "Panels of op(b) for the instruction set in use, as a 1-D float32 array.");
+
+/* A 64-byte aligned 1-D fp32 array: a slice of a longer one. */
+static PyArrayObject *
+aligned_array(int64_t bytes)
+{
+    npy_intp count = (npy_intp)(bytes / 4);
+    npy_intp longer = count + 16;
+    PyObject *whole = PyArray_ZEROS(1, &longer, NPY_FLOAT32, 0);
+    if (whole == NULL) {
+        return NULL;
+    }
+    char *data = PyArray_DATA((PyArrayObject *)whole);
+    data += (64 - (uintptr_t)data % 64) % 64;
+    PyObject *array = PyArray_SimpleNewFromData(1, &count, NPY_FLOAT32, data);
+    if (array == NULL) {
+        Py_DECREF(whole);
+        return NULL;
+    }
+    if (PyArray_SetBaseObject((PyArrayObject *)array, whole) < 0) { /* takes whole */
+        Py_DECREF(array);
+        return NULL;
+    }
+    return (PyArrayObject *)array;
+}
+
+static PyObject *
+gemm_pack(PyObject *module, PyObject *positional, PyObject *keywords)
+{
+    (void)module;
+    static char *names[] = {"b", "trans_b", NULL};
+    PyObject *b;
+    int trans_b = 0;
+    matrix_t mb;
+    if (!PyArg_ParseTupleAndKeywords(positional, keywords, "O|$p:gemm_pack", names, &b,
+                                     &trans_b)
+        || matrix_read(b, "b", 0, &mb) < 0) {
+        return NULL;
+    }
+    dcp_pool_t *pool = bind_pool();
+    if (pool == NULL) {
+        return NULL;
+    }
+    dcp_gemm_pack_args_t args = {
+        .n = trans_b ? mb.rows : mb.columns,
+        .k = trans_b ? mb.columns : mb.rows,
+        .b = mb.data,
+        .ldb = mb.stride,
+        .trans_b = trans_b,
+    };
+    PyArrayObject *packed = aligned_array(dcp_gemm_pack_bytes(args.n, args.k));
+    if (packed == NULL) {
+        return NULL;
+    }
+    args.packed = PyArray_DATA(packed);
+    dcp_status_t status;
+    BIND_NOGIL(status, dcp_cpu_gemm_pack(pool, &args));
+    if (status != DCP_OK) {
+        Py_DECREF(packed);
+        return bind_raise(status);
+    }
+    return (PyObject *)packed;
+}
+
+static PyMethodDef gemm_methods[] = {
+    {"gemm", (PyCFunction)(void (*)(void))gemm, METH_VARARGS | METH_KEYWORDS, gemm_doc},
+    {"gemm_pack", (PyCFunction)(void (*)(void))gemm_pack, METH_VARARGS | METH_KEYWORDS,
+     gemm_pack_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+bind_gemm_register(PyObject *module)
+{
+    return PyModule_AddFunctions(module, gemm_methods);
+}

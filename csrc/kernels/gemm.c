@@ -1,0 +1,344 @@
+/* The matrix product on the CPU: checks, blocking, and work for the pool.
+ *
+ * C is cut into tiles of rows x columns, one task each. A task walks k in blocks; per
+ * block it has a slab of B panels in the second-level cache (packed once a step by
+ * dcp_cpu_gemm_pack, or packed here) and runs the register tile over it, row strip by
+ * row strip. op(A) is read in place, or packed strip-wise when it is stored transposed.
+ * C is read again once per k block, so these are deep.
+ *
+ * Invariants. An element of C is base + (sum of block 0) + (sum of block 1) + ..., each
+ * sum one chain in increasing k; block borders depend on k only. So its bits depend on
+ * its row of op(A), its column of op(B), k and the instruction set: not on m, n, the
+ * cut into tasks, the thread count, strides, or whether B came packed. AVX2 and AVX-512
+ * agree bit for bit.
+ *
+ * Cost: m n k multiply-adds at 92-97 % of the machine's peak; packing moves (m + n) k
+ * elements where neither operand can be read as it lies.
+ */
+#include "gemm_ops.h"
+
+#include "dcp/isa.h"
+#include "dcp/kernels.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    K_BLOCK = 704,            /* most k in a block */
+    K_ALIGN = 16,             /* blocks but the last are multiples of this */
+    CHUNK_ROWS = 96,          /* rows of op(A) that the panels stream by at a time */
+    SLAB_BYTES = 4096 * 1024, /* most bytes of B that a task packs at a time */
+    PACK_COLUMNS = 64,        /* columns that a task of dcp_cpu_gemm_pack packs */
+    TASKS_PER_THREAD = 3,
+    PACK_ALIGN = 16, /* packed columns are a multiple of this, whatever the set */
+};
+
+/* Below this many multiply-adds waking the workers costs more than it gives. */
+static const double PARALLEL_WORK = 4e6;
+
+static const gemm_ops_t *
+ops_current(void)
+{
+    switch (dcp_isa_current()) {
+#if defined(__x86_64__)
+    case DCP_ISA_AVX2:
+        return &gemm_ops_avx2;
+    case DCP_ISA_AVX512:
+        return &gemm_ops_avx512;
+#endif
+    default:
+        return &gemm_ops_portable;
+    }
+}
+
+static int64_t
+ceil_div(int64_t a, int64_t b)
+{
+    return a / b + (a % b != 0);
+}
+
+static int64_t
+least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static int64_t
+most(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Depth of the k blocks: even, so that none is shallow. */
+static int64_t
+k_block(int64_t k)
+{
+    int64_t count = most(1, ceil_div(k, K_BLOCK));
+    return ceil_div(ceil_div(k, count), K_ALIGN) * K_ALIGN;
+}
+
+/* A stored matrix of rows x columns elements: its pointer and its row stride. */
+static dcp_status_t
+check_matrix(const char *name, const char *stride_name, const void *pointer,
+             int64_t rows, int64_t columns, int64_t stride)
+{
+    if (rows == 0 || columns == 0) {
+        return DCP_OK;
+    }
+    if (pointer == NULL) {
+        return DCP_FAIL(DCP_ERR_ARG, "%s is NULL, must point to %lld x %lld elements",
+                        name, (long long)rows, (long long)columns);
+    }
+    if (stride < columns) {
+        return DCP_FAIL(DCP_ERR_ARG, "%s %lld must be at least %lld, the width of %s",
+                        stride_name, (long long)stride, (long long)columns, name);
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
+check_size(const char *name, int64_t size)
+{
+    return size >= 0 ? DCP_OK
+                     : DCP_FAIL(DCP_ERR_ARG, "%s %lld must not be negative", name,
+                                (long long)size);
+}
+
+static dcp_status_t
+check_gemm(const dcp_gemm_args_t *g)
+{
+    DCP_TRY(check_size("m", g->m));
+    DCP_TRY(check_size("n", g->n));
+    DCP_TRY(check_size("k", g->k));
+    if (g->accumulate && (g->add != NULL || g->bias != NULL)) {
+        return DCP_FAIL(DCP_ERR_ARG, "accumulate %d must be 0 where %s is given",
+                        (int)g->accumulate, g->add != NULL ? "add" : "bias");
+    }
+    if (g->m == 0 || g->n == 0) {
+        return DCP_OK;
+    }
+    DCP_TRY(check_matrix("a", "lda", g->a, g->trans_a ? g->k : g->m,
+                         g->trans_a ? g->m : g->k, g->lda));
+    if (g->b_packed == NULL) {
+        DCP_TRY(check_matrix("b", "ldb", g->b, g->trans_b ? g->n : g->k,
+                             g->trans_b ? g->k : g->n, g->ldb));
+    }
+    DCP_TRY(check_matrix("c", "ldc", g->c, g->m, g->n, g->ldc));
+    if (g->add != NULL) {
+        DCP_TRY(check_matrix("add", "ld_add", g->add, g->m, g->n, g->ld_add));
+    }
+    return DCP_OK;
+}
+
+typedef struct job {
+    dcp_pool_t *pool;
+    const dcp_gemm_args_t *args;
+    const gemm_ops_t *ops;
+    int64_t panel;                   /* columns of a whole B panel */
+    int64_t k_step;                  /* depth of a k block */
+    int64_t task_rows, task_columns; /* of a tile of C */
+    int64_t row_tasks;
+    int64_t a_bytes, b_bytes; /* scratch of a worker */
+} job_t;
+
+/* Cuts C into row_count x column_count tiles, at least `least_columns` across: as many
+ * as wanted, then with the least packing (a task packs for itself), then tall columns
+ * kept whole, so that a row of A is read once. */
+static void
+job_cut(job_t *job, int64_t wanted, int64_t least_columns, int64_t *row_count_p,
+        int64_t *column_count_p)
+{
+    const dcp_gemm_args_t *g = job->args;
+    int64_t panels = ceil_div(g->n, job->panel);
+    int64_t row_limit = most(1, least(wanted, g->m / (2 * job->ops->rows)));
+    int64_t best_tasks = 0;
+    double best_cost = 0;
+    for (int64_t rows = 1; rows <= row_limit; rows++) {
+        int64_t columns = least(panels, most(least_columns, ceil_div(wanted, rows)));
+        int64_t tasks = least(wanted, rows * columns);
+        double cost = (g->trans_a ? (double)g->m * (double)columns : 0)
+                      + (g->b_packed == NULL ? (double)g->n * (double)rows : 0);
+        if (tasks > best_tasks || (tasks == best_tasks && cost <= best_cost)) {
+            best_tasks = tasks;
+            best_cost = cost;
+            *row_count_p = rows;
+            *column_count_p = columns;
+        }
+    }
+}
+
+static void
+job_plan(job_t *job)
+{
+    const dcp_gemm_args_t *g = job->args;
+    int64_t threads = dcp_pool_size(job->pool);
+    double work = (double)g->m * (double)g->n * (double)g->k;
+    bool alone = threads == 1 || work < PARALLEL_WORK;
+    job->k_step = k_block(g->k);
+    int64_t panels = ceil_div(g->n, job->panel);
+    int64_t row_count = 1, column_count = 1;
+    if (g->b_packed == NULL) {
+        int64_t panel_bytes = most(1, job->k_step) * job->panel * 4;
+        column_count = ceil_div(panels, most(1, SLAB_BYTES / panel_bytes));
+    }
+    if (!alone) {
+        job_cut(job, TASKS_PER_THREAD * threads, column_count, &row_count,
+                &column_count);
+    }
+    job->task_columns = ceil_div(panels, column_count) * job->panel;
+    job->task_rows =
+        ceil_div(ceil_div(g->m, row_count), job->ops->rows) * job->ops->rows;
+    job->row_tasks = ceil_div(g->m, job->task_rows);
+    job->a_bytes = g->trans_a ? least(CHUNK_ROWS, job->task_rows) * job->k_step * 4 : 0;
+    job->a_bytes = ceil_div(job->a_bytes, 64) * 64;
+    job->b_bytes = g->b_packed == NULL ? job->task_columns * job->k_step * 4 : 0;
+}
+
+/* One k block of a tile: rows in chunks, so that a packed chunk of A stays near. */
+static void
+block_rows(const job_t *job, gemm_block_t *block, int64_t row_begin, int64_t row_end,
+           int64_t k_begin, float *a_scratch)
+{
+    const dcp_gemm_args_t *g = job->args;
+    float *c = block->c;
+    const float *base = block->base;
+    for (int64_t row = row_begin; row < row_end; row += CHUNK_ROWS) {
+        block->m = least(CHUNK_ROWS, row_end - row);
+        block->a = a_scratch;
+        if (block->kc == 0) {
+            block->a_packed = 0; /* a may be NULL */
+        } else if (g->trans_a) {
+            job->ops->pack_a(block->m, block->kc, g->a + k_begin * g->lda + row, g->lda,
+                             a_scratch);
+            block->a_packed = 1;
+        } else {
+            block->a = g->a + row * g->lda + k_begin;
+            block->a_stride = g->lda;
+            block->a_packed = 0;
+        }
+        block->c = c + (row - row_begin) * g->ldc;
+        block->base = base == NULL ? NULL : base + (row - row_begin) * block->ld_base;
+        job->ops->block(block);
+    }
+}
+
+static dcp_status_t
+gemm_task(void *context, int64_t task, int32_t worker)
+{
+    const job_t *job = context;
+    const dcp_gemm_args_t *g = job->args;
+    int64_t row = task % job->row_tasks * job->task_rows;
+    int64_t column = task / job->row_tasks * job->task_columns;
+    int64_t row_end = least(g->m, row + job->task_rows);
+    int64_t columns = least(job->task_columns, g->n - column);
+    char *scratch = NULL;
+    if (job->a_bytes + job->b_bytes > 0) {
+        void *memory;
+        DCP_TRY(
+            dcp_pool_scratch(job->pool, worker, job->a_bytes + job->b_bytes, &memory));
+        scratch = memory;
+    }
+    float *c = g->c + row * g->ldc + column;
+    int64_t k = 0;
+    do { /* once for k = 0 */
+        int64_t depth = least(job->k_step, g->k - k);
+        bool first = k == 0 && !g->accumulate;
+        gemm_block_t block = {.n = columns, .kc = depth, .c = c, .ldc = g->ldc};
+        block.base = c;
+        block.ld_base = g->ldc;
+        if (first) {
+            block.base = g->add == NULL ? NULL : g->add + row * g->ld_add + column;
+            block.ld_base = g->ld_add;
+            block.bias = g->bias == NULL ? NULL : g->bias + column;
+        }
+        if (g->b_packed != NULL) {
+            block.b = (const float *)g->b_packed + column * g->k;
+            block.b_skip = k;
+            block.panel_stride = job->panel * g->k;
+        } else if (depth > 0) {
+            float *slab = (float *)(void *)(scratch + job->a_bytes);
+            const float *from =
+                g->b + (g->trans_b ? column * g->ldb + k : k * g->ldb + column);
+            block.panel_stride = job->panel * depth;
+            job->ops->pack_b(columns, depth, from, g->ldb, g->trans_b,
+                             block.panel_stride, slab);
+            block.b = slab;
+        }
+        block_rows(job, &block, row, row_end, k, (float *)(void *)scratch);
+        k += depth;
+    } while (k < g->k);
+    return DCP_OK;
+}
+
+dcp_status_t
+dcp_cpu_gemm(dcp_pool_t *pool, const dcp_gemm_args_t *args)
+{
+    DCP_TRY(check_gemm(args));
+    if (args->m == 0 || args->n == 0) {
+        return DCP_OK;
+    }
+    job_t job = {.pool = pool, .args = args, .ops = ops_current()};
+    job.panel = 2 * job.ops->vector;
+    job_plan(&job);
+    int64_t column_tasks = ceil_div(args->n, job.task_columns);
+    return dcp_pool_run(pool, job.row_tasks * column_tasks, gemm_task, &job);
+}
+
+int64_t
+dcp_gemm_pack_bytes(int64_t n, int64_t k)
+{
+    if (n <= 0 || k <= 0) {
+        return 0;
+    }
+    int64_t bytes;
+    if (n > INT64_MAX - PACK_ALIGN
+        || __builtin_mul_overflow(ceil_div(n, PACK_ALIGN) * PACK_ALIGN, k, &bytes)
+        || __builtin_mul_overflow(bytes, (int64_t)sizeof(float), &bytes)) {
+        return INT64_MAX; /* no allocator has that */
+    }
+    return bytes;
+}
+
+typedef struct pack_job {
+    const dcp_gemm_pack_args_t *args;
+    const gemm_ops_t *ops;
+} pack_job_t;
+
+static dcp_status_t
+pack_task(void *context, int64_t task, int32_t worker)
+{
+    (void)worker;
+    const pack_job_t *job = context;
+    const dcp_gemm_pack_args_t *p = job->args;
+    int64_t column = task * PACK_COLUMNS;
+    int64_t columns = least(PACK_COLUMNS, p->n - column);
+    const float *from = p->b + (p->trans_b ? column * p->ldb : column);
+    job->ops->pack_b(columns, p->k, from, p->ldb, p->trans_b,
+                     2 * job->ops->vector * p->k, (float *)p->packed + column * p->k);
+    return DCP_OK;
+}
+
+dcp_status_t
+dcp_cpu_gemm_pack(dcp_pool_t *pool, const dcp_gemm_pack_args_t *args)
+{
+    DCP_TRY(check_size("n", args->n));
+    DCP_TRY(check_size("k", args->k));
+    if (args->n == 0 || args->k == 0) {
+        return DCP_OK;
+    }
+    DCP_TRY(check_matrix("b", "ldb", args->b, args->trans_b ? args->n : args->k,
+                         args->trans_b ? args->k : args->n, args->ldb));
+    if (args->packed == NULL || (uintptr_t)args->packed % 64 != 0) {
+        return DCP_FAIL(DCP_ERR_ARG, "packed %p must be 64-byte aligned memory",
+                        args->packed);
+    }
+    pack_job_t job = {args, ops_current()};
+    return dcp_pool_run(pool, ceil_div(args->n, PACK_COLUMNS), pack_task, &job);
+}
+
+const char *
+dcp_blas_name(void)
+{
+    return "built-in";
+}

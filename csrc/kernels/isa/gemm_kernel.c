@@ -1,0 +1,393 @@
+/* The register tile of the matrix product, and packing, once per instruction set.
+ *
+ * A tile of ROWS x 2 vectors of C lives in registers while k runs: per k two vectors of
+ * a B panel are loaded, one element of A per row is broadcast from memory. 12 x 32
+ * (AVX-512) makes 24 fused multiply-adds of 14 loads, so that neither the load ports
+ * nor the front end bind, and 24 independent sums hide the latency of 2 x 4. Tiles of
+ * fewer rows are the same code with a smaller constant.
+ *
+ * Every element of C is base + bias + one chain of fused multiply-adds in increasing k,
+ * from zero, whatever the tile: its bits do not depend on where in a tile it lies.
+ */
+#include "simd.h"
+
+#include "../gemm_ops.h"
+
+#if defined(__AVX512F__)
+#define ROWS 12
+#elif defined(__AVX2__)
+#define ROWS 6
+#else
+#define ROWS 6
+#endif
+#define PANEL (2 * VF)
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct tile {
+    int64_t kc;
+    const float *a;
+    int64_t a_stride;
+    const float *b;
+    float *c;
+    int64_t ldc;
+    const float *base;
+    int64_t ld_base;
+    const float *bias;
+    int64_t columns; /* of the tile, 1..PANEL */
+} tile_t;
+
+/* acc + base + bias -> C; `partial`: fewer columns than the tile has. */
+INLINE void
+tile_store(const int rows, const int vectors, const int partial, const int has_base,
+           vf acc[ROWS][2], const tile_t *t)
+{
+    for (int v = 0; v < vectors; v++) {
+        const int64_t left = t->columns - v * VF;
+        const int64_t count = left < VF ? left : VF;
+        vf bias = {0};
+        if (t->bias != NULL) {
+            bias = partial ? vf_load_part(t->bias + v * VF, count)
+                           : vf_load(t->bias + v * VF);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) {
+            float *to = t->c + i * t->ldc + v * VF;
+            vf x = acc[i][v];
+            if (has_base) {
+                const float *base = t->base + i * t->ld_base + v * VF;
+                x += partial ? vf_load_part(base, count) : vf_load(base);
+            }
+            if (t->bias != NULL) {
+                x += bias;
+            }
+            if (partial) {
+                vf_store_part(to, x, count);
+            } else {
+                vf_store(to, x);
+            }
+        }
+    }
+}
+
+INLINE void
+tile_run(const int rows, const int vectors, const int packed, const tile_t *t)
+{
+    vf acc[ROWS][2] = {{{0}}};
+    const float *a = t->a, *b = t->b;
+    const int64_t stride = t->a_stride;
+    for (int i = 0; i < rows; i++) {
+        __builtin_prefetch(t->c + i * t->ldc, 1);
+        __builtin_prefetch(t->c + i * t->ldc + (t->columns - 1), 1);
+    }
+    for (int64_t k = 0; k < t->kc; k++) {
+        vf b0 = vf_load(b), b1 = vectors == 2 ? vf_load(b + VF) : b0;
+#pragma GCC unroll 16
+        for (int i = 0; i < rows; i++) {
+            vf x = vf_set(packed ? a[i] : a[i * stride]);
+            acc[i][0] = vf_fma(x, b0, acc[i][0]);
+            if (vectors == 2) {
+                acc[i][1] = vf_fma(x, b1, acc[i][1]);
+            }
+        }
+        a += packed ? rows : 1;
+        b += vectors * VF;
+    }
+    if (t->columns < vectors * VF) {
+        if (t->base != NULL) {
+            tile_store(rows, vectors, 1, 1, acc, t);
+        } else {
+            tile_store(rows, vectors, 1, 0, acc, t);
+        }
+    } else if (t->base != NULL) {
+        tile_store(rows, vectors, 0, 1, acc, t);
+    } else {
+        tile_store(rows, vectors, 0, 0, acc, t);
+    }
+}
+
+typedef void (*tile_func_t)(const tile_t *tile);
+
+#define TILE(rows, vectors, packed)                                 \
+    static void tile_##rows##_##vectors##_##packed(const tile_t *t) \
+    {                                                               \
+        tile_run(rows, vectors, packed, t);                         \
+    }
+#define TILES(rows) TILE(rows, 1, 0) TILE(rows, 1, 1) TILE(rows, 2, 0) TILE(rows, 2, 1)
+#define ENTRY(rows)                              \
+    {                                            \
+        {tile_##rows##_1_0, tile_##rows##_1_1},  \
+        {                                        \
+            tile_##rows##_2_0, tile_##rows##_2_1 \
+        }                                        \
+    }
+
+TILES(1)
+TILES(2)
+TILES(3)
+TILES(4)
+TILES(5)
+TILES(6)
+#if ROWS > 6
+TILES(7)
+TILES(8)
+TILES(9)
+TILES(10)
+TILES(11)
+TILES(12)
+#endif
+
+/* [rows - 1][vectors - 1][packed] */
+static const tile_func_t tiles[ROWS][2][2] = {
+    ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4),  ENTRY(5),  ENTRY(6),
+#if ROWS > 6
+    ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(10), ENTRY(11), ENTRY(12),
+#endif
+};
+
+/* Strips stay near (gemm.c sees to that), panels stream by. */
+static void
+block_run(const gemm_block_t *block)
+{
+    const gemm_strips_t strips = gemm_strips(block->m, ROWS);
+    const int packed = block->a_packed != 0;
+    tile_t t = {
+        .kc = block->kc,
+        .a_stride = block->a_stride,
+        .ldc = block->ldc,
+        .ld_base = block->ld_base,
+    };
+    for (int64_t column = 0; column < block->n; column += PANEL) {
+        const int64_t left = block->n - column;
+        const int wide = left > VF;
+        t.columns = left < PANEL ? left : PANEL;
+        t.a = block->a;
+        t.b = block->b + column / PANEL * block->panel_stride
+              + block->b_skip * (wide ? PANEL : VF);
+        t.c = block->c + column;
+        t.base = block->base == NULL ? NULL : block->base + column;
+        t.bias = block->bias == NULL ? NULL : block->bias + column;
+        for (int64_t s = 0; s < strips.count; s++) {
+            const int64_t rows = strips.least + (s < strips.longer);
+            tiles[rows - 1][wide][packed](&t);
+            t.a += rows * (packed ? block->kc : block->a_stride);
+            t.c += rows * block->ldc;
+            if (t.base != NULL) {
+                t.base += rows * block->ld_base;
+            }
+        }
+    }
+}
+
+/* Packing goes down PACK_ROWS rows of the source at a time, so that the lines of a row
+ * serve all strips or panels that share them, and fetches the next rows meanwhile. */
+enum { PACK_ROWS = 32 };
+
+/* One strip of `rows` rows: k elements of stride lda, each `rows` floats wide. */
+INLINE void
+strip_pack(const int rows, int64_t k, const float *a, int64_t lda, float *to)
+{
+    for (int64_t j = 0; j < k; j++) {
+        __builtin_prefetch(a + PACK_ROWS * lda);
+        memcpy(to, a, (size_t)rows * sizeof(float));
+        a += lda;
+        to += rows;
+    }
+}
+
+typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, float *to);
+
+#define STRIP(rows)                                                             \
+    static void strip_##rows(int64_t k, const float *a, int64_t lda, float *to) \
+    {                                                                           \
+        strip_pack(rows, k, a, lda, to);                                        \
+    }
+
+STRIP(1)
+STRIP(2)
+STRIP(3)
+STRIP(4)
+STRIP(5)
+STRIP(6)
+#if ROWS > 6
+STRIP(7)
+STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
+#endif
+
+    static const strip_func_t strip_packs[ROWS] = {
+        strip_1, strip_2, strip_3, strip_4,  strip_5,  strip_6,
+#if ROWS > 6
+        strip_7, strip_8, strip_9, strip_10, strip_11, strip_12,
+#endif
+};
+
+static void
+pack_a(int64_t m, int64_t k, const float *a, int64_t lda, float *packed)
+{
+    const gemm_strips_t strips = gemm_strips(m, ROWS);
+    for (int64_t j = 0; j < k; j += PACK_ROWS) {
+        int64_t depth = k - j < PACK_ROWS ? k - j : PACK_ROWS;
+        const float *from = a + j * lda;
+        float *to = packed;
+        for (int64_t s = 0; s < strips.count; s++) {
+            int64_t rows = strips.least + (s < strips.longer);
+            strip_packs[rows - 1](depth, from, lda, to + j * rows);
+            from += rows;
+            to += rows * k;
+        }
+    }
+}
+
+/* x becomes its transpose. */
+INLINE void
+transpose(vf x[VF])
+{
+#if defined(__AVX512F__)
+    __m512 y[16], *z = (__m512 *)x;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_ps(z[i], z[i + 1]);
+        y[i + 1] = _mm512_unpackhi_ps(z[i], z[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) { /* 4 x 4 within every quarter */
+        __m512d p0 = (__m512d)y[i], p1 = (__m512d)y[i + 1];
+        __m512d p2 = (__m512d)y[i + 2], p3 = (__m512d)y[i + 3];
+        z[i] = (__m512)_mm512_unpacklo_pd(p0, p2);
+        z[i + 1] = (__m512)_mm512_unpackhi_pd(p0, p2);
+        z[i + 2] = (__m512)_mm512_unpacklo_pd(p1, p3);
+        z[i + 3] = (__m512)_mm512_unpackhi_pd(p1, p3);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 4; i++) { /* quarters of rows i, i+4, i+8, i+12 */
+        __m512 even0 = _mm512_shuffle_f32x4(z[i], z[i + 4], 0x88);
+        __m512 odd0 = _mm512_shuffle_f32x4(z[i], z[i + 4], 0xdd);
+        __m512 even1 = _mm512_shuffle_f32x4(z[i + 8], z[i + 12], 0x88);
+        __m512 odd1 = _mm512_shuffle_f32x4(z[i + 8], z[i + 12], 0xdd);
+        z[i] = _mm512_shuffle_f32x4(even0, even1, 0x88);
+        z[i + 4] = _mm512_shuffle_f32x4(odd0, odd1, 0x88);
+        z[i + 8] = _mm512_shuffle_f32x4(even0, even1, 0xdd);
+        z[i + 12] = _mm512_shuffle_f32x4(odd0, odd1, 0xdd);
+    }
+#elif defined(__AVX2__)
+    __m256 y[8], *z = (__m256 *)x;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_ps(z[i], z[i + 1]);
+        y[i + 1] = _mm256_unpackhi_ps(z[i], z[i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) { /* 4 x 4 within either half */
+        __m256d p0 = (__m256d)y[i], p1 = (__m256d)y[i + 1];
+        __m256d p2 = (__m256d)y[i + 2], p3 = (__m256d)y[i + 3];
+        z[i] = (__m256)_mm256_unpacklo_pd(p0, p2);
+        z[i + 1] = (__m256)_mm256_unpackhi_pd(p0, p2);
+        z[i + 2] = (__m256)_mm256_unpacklo_pd(p1, p3);
+        z[i + 3] = (__m256)_mm256_unpackhi_pd(p1, p3);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; i++) { /* halves of rows i, i + 4 */
+        __m256 low = _mm256_permute2f128_ps(z[i], z[i + 4], 0x20);
+        z[i + 4] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x31);
+        z[i] = low;
+    }
+#else
+    for (int i = 0; i < VF; i++) {
+        for (int j = 0; j < i; j++) {
+            float lower = x[i][j];
+            x[i][j] = x[j][i];
+            x[j][i] = lower;
+        }
+    }
+#endif
+}
+
+/* `columns` columns (1..VF), each k contiguous elements with stride ldb, to the rows of
+ * a panel `width` wide. */
+static void
+columns_transpose(int64_t columns, int64_t k, const float *b, int64_t ldb,
+                  int64_t width, float *to)
+{
+    for (int64_t j = 0; j < k; j += VF) {
+        int64_t depth = k - j < VF ? k - j : VF;
+        vf x[VF];
+        if (columns == VF && depth == VF) {
+#pragma GCC unroll 16
+            for (int i = 0; i < VF; i++) {
+                x[i] = vf_load(b + i * ldb + j);
+            }
+            transpose(x);
+#pragma GCC unroll 16
+            for (int i = 0; i < VF; i++) {
+                vf_store(to + (j + i) * width, x[i]);
+            }
+        } else {
+            for (int64_t i = 0; i < VF; i++) {
+                x[i] = i < columns ? vf_load_part(b + i * ldb + j, depth) : (vf){0};
+            }
+            transpose(x);
+            for (int64_t i = 0; i < depth; i++) {
+                vf_store(to + (j + i) * width, x[i]);
+            }
+        }
+    }
+}
+
+/* `columns` columns (1..PANEL) of k rows with stride ldb to a panel `width` wide. */
+static void
+columns_copy(int64_t columns, int64_t k, const float *b, int64_t ldb, int64_t width,
+             float *to)
+{
+    for (int64_t j = 0; j < k; j++) {
+        __builtin_prefetch(b + PACK_ROWS * ldb);
+        if (columns == PANEL) {
+            __builtin_prefetch(b + PACK_ROWS * ldb + PANEL - 1);
+            vf_store(to, vf_load(b));
+            vf_store(to + VF, vf_load(b + VF));
+        } else {
+            for (int64_t i = 0; i < width; i += VF) {
+                int64_t left = columns - i < VF ? columns - i : VF;
+                vf_store(to + i, left > 0 ? vf_load_part(b + i, left) : (vf){0});
+            }
+        }
+        b += ldb;
+        to += width;
+    }
+}
+
+static void
+pack_b(int64_t n, int64_t k, const float *b, int64_t ldb, int32_t trans_b,
+       int64_t panel_stride, float *packed)
+{
+    if (trans_b) {
+        for (int64_t column = 0; column < n; column += VF) {
+            int64_t columns = n - column < VF ? n - column : VF;
+            int64_t first = column / PANEL * PANEL; /* of its panel */
+            int64_t width = n - first > VF ? PANEL : VF;
+            columns_transpose(columns, k, b + column * ldb, ldb, width,
+                              packed + column / PANEL * panel_stride
+                                  + (column - first));
+        }
+        return;
+    }
+    for (int64_t j = 0; j < k; j += PACK_ROWS) {
+        int64_t depth = k - j < PACK_ROWS ? k - j : PACK_ROWS;
+        float *panel = packed;
+        for (int64_t column = 0; column < n; column += PANEL) {
+            int64_t columns = n - column < PANEL ? n - column : PANEL;
+            int64_t width = columns > VF ? PANEL : VF;
+            columns_copy(columns, depth, b + j * ldb + column, ldb, width,
+                         panel + j * width);
+            panel += panel_stride;
+        }
+    }
+}
+
+extern const gemm_ops_t ISA_NAME(gemm_ops);
+const gemm_ops_t ISA_NAME(gemm_ops) = {
+    .rows = ROWS,
+    .vector = VF,
+    .pack_b = pack_b,
+    .pack_a = pack_a,
+    .block = block_run,
+};

@@ -1,0 +1,189 @@
+/* Matrix product: values, argument checks, allocation failures, and that nothing beyond
+ * the packed panels is touched. Integer data keeps every sum exact. */
+#include "check.h"
+
+#include "dcp/isa.h"
+#include "dcp/kernels.h"
+
+#include <string.h>
+
+enum { M = 31, N = 83, K = 1450 };
+
+static float a[M * K], b[K * N], b_t[N * K], a_t[K * M], c[M * N], want[M * N];
+static dcp_pool_t *pool;
+
+static void
+fill(void)
+{
+    for (int i = 0; i < M * K; i++) {
+        a[i] = (float)(i * 7 % 11 - 5);
+        a_t[i % K * M + i / K] = a[i];
+    }
+    for (int i = 0; i < K * N; i++) {
+        b[i] = (float)(i * 5 % 13 - 6);
+        b_t[i % N * K + i / N] = b[i];
+    }
+    for (int i = 0; i < M; i++) {
+        for (int j = 0; j < N; j++) {
+            float sum = 0;
+            for (int k = 0; k < K; k++) {
+                sum += a[i * K + k] * b[k * N + j];
+            }
+            want[i * N + j] = sum;
+        }
+    }
+}
+
+static dcp_gemm_args_t
+product(int trans_a, int trans_b)
+{
+    return (dcp_gemm_args_t){
+        .m = M,
+        .n = N,
+        .k = K,
+        .a = trans_a ? a_t : a,
+        .lda = trans_a ? M : K,
+        .b = trans_b ? b_t : b,
+        .ldb = trans_b ? K : N,
+        .c = c,
+        .ldc = N,
+        .trans_a = trans_a,
+        .trans_b = trans_b,
+    };
+}
+
+static void
+test_values(void)
+{
+    int64_t bytes = dcp_gemm_pack_bytes(N, K);
+    CHECK(bytes >= (int64_t)sizeof b && bytes % 64 == 0);
+    char *packed = aligned_alloc(64, (size_t)bytes + 64);
+    for (int way = 0; way < 8; way++) {
+        dcp_gemm_args_t args = product(way & 1, way >> 1 & 1);
+        memset(c, 0xff, sizeof c);
+        if (way & 4) {
+            memset(packed + bytes, 0x5a, 64);
+            CHECK_OK(
+                dcp_cpu_gemm_pack(pool, &(dcp_gemm_pack_args_t){N, K, args.b, args.ldb,
+                                                                args.trans_b, packed}));
+            for (int i = 0; i < 64; i++) {
+                CHECK(packed[bytes + i] == 0x5a);
+            }
+            args.b = NULL;
+            args.b_packed = packed;
+        }
+        CHECK_OK(dcp_cpu_gemm(pool, &args));
+        CHECK(memcmp(c, want, sizeof c) == 0);
+        args.accumulate = 1;
+        CHECK_OK(dcp_cpu_gemm(pool, &args));
+        CHECK(c[0] == 2 * want[0] && c[M * N - 1] == 2 * want[M * N - 1]);
+    }
+    free(packed);
+}
+
+static void
+check_refused(dcp_gemm_args_t args, const char *message)
+{
+    CHECK(dcp_cpu_gemm(pool, &args) == DCP_ERR_ARG);
+    CHECK(strcmp(dcp_last_error(), message) == 0);
+}
+
+static void
+test_refusals(void)
+{
+    dcp_gemm_args_t g = product(0, 0);
+    g.m = -1;
+    check_refused(g, "m -1 must not be negative");
+    g = product(0, 0);
+    g.n = -2;
+    check_refused(g, "n -2 must not be negative");
+    g = product(0, 0);
+    g.k = -3;
+    check_refused(g, "k -3 must not be negative");
+    g = product(0, 0);
+    g.lda = K - 1;
+    check_refused(g, "lda 1449 must be at least 1450, the width of a");
+    g = product(1, 1);
+    g.lda = M - 1;
+    check_refused(g, "lda 30 must be at least 31, the width of a");
+    g = product(1, 1);
+    g.ldb = K - 1;
+    check_refused(g, "ldb 1449 must be at least 1450, the width of b");
+    g = product(0, 0);
+    g.ldc = N - 1;
+    check_refused(g, "ldc 82 must be at least 83, the width of c");
+    g = product(0, 0);
+    g.add = want;
+    check_refused(g, "ld_add 0 must be at least 83, the width of add");
+    g.accumulate = 1;
+    check_refused(g, "accumulate 1 must be 0 where add is given");
+    g = product(0, 0);
+    g.a = NULL;
+    check_refused(g, "a is NULL, must point to 31 x 1450 elements");
+    g = product(0, 1);
+    g.b = NULL;
+    check_refused(g, "b is NULL, must point to 83 x 1450 elements");
+    g = product(0, 0);
+    g.c = NULL;
+    check_refused(g, "c is NULL, must point to 31 x 83 elements");
+    dcp_gemm_pack_args_t p = {N, K, b, N, 0, (char *)c + 4};
+    CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
+    p.packed = NULL;
+    CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
+    p.k = -1;
+    CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
+    CHECK(dcp_gemm_pack_bytes(INT64_MAX, 2) == INT64_MAX);
+    CHECK(dcp_gemm_pack_bytes((int64_t)1 << 40, (int64_t)1 << 40) == INT64_MAX);
+}
+
+static void
+test_nothing_to_do(void)
+{
+    CHECK_OK(dcp_cpu_gemm(pool, &(dcp_gemm_args_t){.n = 5, .k = 5}));
+    CHECK_OK(dcp_cpu_gemm(pool, &(dcp_gemm_args_t){.m = 5, .k = 5}));
+    CHECK_OK(dcp_cpu_gemm_pack(pool, &(dcp_gemm_pack_args_t){.n = 5}));
+    CHECK(dcp_gemm_pack_bytes(5, 0) == 0 && dcp_gemm_pack_bytes(0, 5) == 0);
+    float out[2] = {3, 4}, bias[2] = {5, 6};
+    dcp_gemm_args_t args = {.m = 1, .n = 2, .c = out, .ldc = 2, .accumulate = 1};
+    CHECK_OK(dcp_cpu_gemm(pool, &args)); /* k = 0 */
+    CHECK(out[0] == 3 && out[1] == 4);
+    args.accumulate = 0;
+    args.bias = bias;
+    CHECK_OK(dcp_cpu_gemm(pool, &args));
+    CHECK(out[0] == 5 && out[1] == 6);
+    args.bias = NULL;
+    CHECK_OK(dcp_cpu_gemm(pool, &args));
+    CHECK(out[0] == 0 && out[1] == 0);
+}
+
+static dcp_status_t
+unpacked_scenario(void)
+{
+    dcp_pool_t *own;
+    DCP_TRY(dcp_pool_create(1, &own)); /* the counting allocator is for one thread */
+    dcp_gemm_args_t args = product(1, 1);
+    dcp_status_t status = dcp_cpu_gemm(own, &args);
+    dcp_pool_destroy(own);
+    return status;
+}
+
+int
+main(void)
+{
+    fill();
+    for (int isa = 0; isa < DCP_ISA_COUNT; isa++) {
+        if (!dcp_isa_available((dcp_isa_t)isa)) {
+            continue;
+        }
+        CHECK_OK(dcp_isa_set(dcp_isa_name((dcp_isa_t)isa)));
+        for (int32_t threads = 1; threads <= 3; threads++) {
+            CHECK_OK(dcp_pool_create(threads, &pool));
+            test_values();
+            test_nothing_to_do();
+            test_refusals();
+            dcp_pool_destroy(pool);
+        }
+    }
+    check_every_alloc(unpacked_scenario);
+    return check_finish();
+}
