@@ -739,7 +739,7 @@ test_leftovers(void)
     dcp_comm_t *comm;
     pid_t live = start_waiter("live");
     for (int i = 0; i < 5; i++) {
-        char run_id[16];
+        char run_id[32];
         snprintf(run_id, sizeof run_id, "dead-%d", i);
         kill_and_wait(start_waiter(run_id));
         CHECK(count_files() == 2); /* the live one's, and this */
