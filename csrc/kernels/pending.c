@@ -8,7 +8,7 @@
         (void)args;                                                                      \
         return DCP_FAIL(DCP_ERR_UNSUPPORTED, #op);                                       \
     }
-DCP_OP_MAP(X)
+X(gemm) X(gemm_pack) X(attention) X(attention_backward)
 #undef X
 __attribute__((weak)) int64_t
 dcp_gemm_pack_bytes(int64_t n, int64_t k)

@@ -16,6 +16,7 @@
 
 #include <math.h>
 
+#define NOINLINE static __attribute__((noinline))
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -106,6 +107,22 @@ any_greater(vf a, vf b)
 }
 #endif
 
+/* Larger of two, compared as integers: right for a limit test against a positive number
+ * (negative scores order wrongly among themselves, and stay below it), on pipes that
+ * the multiply-adds do not need. */
+INLINE vi
+vi_max(vi a, vi b)
+{
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vi take_a = a > b;
+    return (a & take_a) | (b & ~take_a);
+#endif
+}
+
 /* ---- exponential ---- */
 
 /* 2^y, relative error below 2e-7: y = n + f, |f| <= 1/2, 2^f by a minimax polynomial of
@@ -142,6 +159,7 @@ INLINE void
 product(vf c[MR][NV], int nv, const float *a, int64_t a_row, int64_t a_step,
         const float *b, int64_t b_step, int64_t count)
 {
+#pragma GCC unroll 4
     for (int64_t k = 0; k < count; k++) {
         vf column[NV];
         UNROLL for (int v = 0; v < nv; v++)
@@ -327,31 +345,49 @@ transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_s
 }
 #endif
 
+/* VF rows or fewer of [.][dim] -> VF columns of a panel [dim][PANEL]. */
+static void
+pack_columns(float *to, const float *from, int64_t row_stride, int64_t count,
+             int64_t dim, float factor)
+{
+    float padded[VF * ATTENTION_MAX_DIM];
+    if (count < VF) {
+        for (int64_t r = 0; r < VF; r++) {
+            if (r < count) {
+                memcpy(padded + r * dim, from + r * row_stride,
+                       (size_t)dim * sizeof(float));
+            } else {
+                memset(padded + r * dim, 0, (size_t)dim * sizeof(float));
+            }
+        }
+        from = padded;
+        row_stride = dim;
+    }
+    int64_t d = 0;
+    for (; d + VF <= dim; d += VF) {
+        transpose_square(to + d * PANEL, PANEL, from + d, row_stride, factor);
+    }
+    for (; d < dim; d++) {
+        for (int64_t r = 0; r < VF; r++) {
+            to[d * PANEL + r] = from[r * row_stride + d] * factor;
+        }
+    }
+}
+
 /* Rows [row_count][dim] -> panels [ceil(row_count / PANEL)][dim][PANEL], times factor,
  * columns beyond row_count zero. */
 static void
 pack_transposed(float *panels, const float *rows, int64_t row_stride, int64_t row_count,
                 int64_t dim, float factor)
 {
-    for (int64_t first = 0; first < row_count; first += VF) {
+    int64_t columns = round_up(row_count, PANEL);
+    for (int64_t first = 0; first < columns; first += VF) {
         float *to = panels + first / PANEL * PANEL * dim + first % PANEL;
-        const float *from = rows + first * row_stride;
         int64_t count = min_i64(VF, row_count - first);
-        int64_t d = 0;
-        if (count == VF) {
-            for (; d + VF <= dim; d += VF) {
-                transpose_square(to + d * PANEL, PANEL, from + d, row_stride, factor);
-            }
+        if (count > 0) {
+            pack_columns(to, rows + first * row_stride, row_stride, count, dim, factor);
+            continue;
         }
-        for (; d < dim; d++) {
-            for (int64_t r = 0; r < VF; r++) {
-                to[d * PANEL + r] =
-                    r < count ? from[r * row_stride + d] * factor : 0.0f;
-            }
-        }
-    }
-    for (int64_t first = round_up(row_count, VF); first % PANEL != 0; first += VF) {
-        float *to = panels + first / PANEL * PANEL * dim + first % PANEL;
         for (int64_t d = 0; d < dim; d++) {
             vf_store(to + d * PANEL, (vf){0});
         }
