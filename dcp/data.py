@@ -129,6 +129,7 @@ class Documents:
         self._sources, self._labels = list(sources), None if labels is None else list(labels)
         given = [np.asarray(a, np.int64) for a in (source, start, length)]
         filled = given[2] > 0
+        self._given = np.flatnonzero(filled)  # number of each document before empty ones left
         self._documents = [a[filled] for a in given]
         self._cut(empty=int(np.count_nonzero(~filled)))
         if self.stats.pieces == 0:
@@ -147,7 +148,7 @@ class Documents:
         if count and self.long == "error":
             first = int(np.flatnonzero(longer)[0])
             raise ArgumentError(
-                f"{self.name}: document {first} has {length[first]} tokens, more than max_length = "
+                f"{self._describe(first)} has {length[first]} tokens, more than max_length = "
                 f"{self.max_length} ({count} such documents; long='split' or 'drop' accept them)"
             )
         if self.long == "drop":
@@ -169,6 +170,10 @@ class Documents:
             pieces=len(self.lengths),
             tokens=int(self.lengths.sum()),
         )
+
+    def _describe(self, document: int) -> str:
+        """Where a document is, for messages."""
+        return f"{self.name}: document {self._given[document]}"
 
     def _count_trainable(self) -> NDArray[np.int64]:
         if self._labels is None:
@@ -346,11 +351,16 @@ class TextFiles(Documents):
     def __init__(self, path: str | Path, *, max_length: int = 4096, long: Long = "split") -> None:
         runs: list[bytes] = []
         lengths: list[int] = []
+        self._files: list[Path] = []
+        firsts: list[int] = []  # number of the first document of each file
         cut = str(path) == "stdlib"
         for file in _stdlib_files() if cut else _text_files(Path(path)):
             content = _read(file)
+            self._files.append(file)
+            firsts.append(len(lengths))
             runs.append(content)
             lengths.extend(_definitions(content) if cut else [len(content)])
+        self._firsts = np.array(firsts, np.int64)
         store = np.frombuffer(b"".join(runs), np.uint8)
         length = np.array(lengths, np.int64)
         super().__init__(
@@ -362,6 +372,12 @@ class TextFiles(Documents):
             long=long,
             name=str(path),
         )
+
+    def _describe(self, document: int) -> str:
+        number = int(self._given[document])
+        file = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        place = f", document {number - int(self._firsts[file])}" if self.name == "stdlib" else ""
+        return f"{self._files[file]}{place}"
 
 
 def _read(file: Path) -> bytes:
@@ -531,6 +547,7 @@ class TokenFiles(Documents):
         files = [Path(paths)] if isinstance(paths, str | Path) else [Path(p) for p in paths]
         if not files:
             raise ArgumentError("paths is empty: name at least one .npy file")
+        self._files = [file.resolve() for file in files]
         parts = [_token_file(file, eos) for file in files]
         if len({labels is None for _, labels, _ in parts}) > 1:
             without = next(f for f, p in zip(files, parts, strict=True) if p[1] is None)
@@ -554,6 +571,19 @@ class TokenFiles(Documents):
             name=str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more",
             vocab_size=vocab,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokens: they are mapped again from the files."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_sources", "_labels")} | {
+            "_has_labels": self._labels is not None
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        has_labels = state.pop("_has_labels")
+        self.__dict__.update(state)
+        self._sources = [_load(file).reshape(-1) for file in self._files]
+        beside = [file.with_suffix(".labels.npy") for file in self._files]
+        self._labels = [_load(file).reshape(-1) for file in beside] if has_labels else None
 
 
 def _load(file: Path) -> NDArray[Any]:

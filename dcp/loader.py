@@ -110,11 +110,12 @@ class Sampler:
         --------
         See `Sampler`.
         """
-        if self._epoch is None or self._epoch[0] != epoch:
-            order = self.order(epoch)
-            ends = np.concatenate([[0], np.cumsum(self.lengths[order])])
-            self._epoch = (epoch, order, ends)
-        _, order, ends = self._epoch
+        cached = self._epoch  # one read: another thread may be in another epoch
+        if cached is None or cached[0] != epoch:
+            fresh = self.order(epoch)
+            ends = np.concatenate([[0], np.cumsum(self.lengths[fresh])])
+            cached = self._epoch = (epoch, fresh, ends)
+        _, order, ends = cached
         budget = ends[position] + self.tokens_per_step
         last = int(np.searchsorted(ends, budget, side="right")) - 1
         following = (epoch, last) if last < len(order) else (epoch + 1, 0)
@@ -298,7 +299,7 @@ class Loader:
                 step, place = coming.result()
                 coming = ahead.submit(self._build, *place)
                 self._epoch, self._position, self._index = place
-                if step.trainable == 0 and not self._warned:
+                if step.trainable == 0 and self.rank == 0 and not self._warned:
                     self._warned = True
                     _logger.warning("step %d: no token has a target, nothing to learn", step.index)
                 yield step

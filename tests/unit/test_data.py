@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import pickle
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,34 @@ def test_token_files_offsets_rows_and_labels(tmp_path: Path) -> None:
     np.save(tmp_path / "c.npy", np.arange(3))
     with pytest.raises(dcp.FileError, match=r"c\.npy"):
         data.TokenFiles([tmp_path / "a.npy", tmp_path / "c.npy"])
+
+
+def test_token_files_travel_without_their_tokens(tmp_path: Path) -> None:
+    """A rank gets the places of documents and maps the files itself."""
+    np.save(tmp_path / "a.npy", np.arange(100_000, dtype=np.uint32).reshape(100, 1000))
+    np.save(tmp_path / "a.labels.npy", np.arange(100_000, dtype=np.int32).reshape(100, 1000) + 1)
+    files = data.TokenFiles(tmp_path / "a.npy")
+    packet = pickle.dumps(files)
+    assert len(packet) < 20_000
+    again = pickle.loads(packet)
+    assert read(again)[99] == read(files)[99]
+    assert again.fingerprint() == files.fingerprint()
+    text = data.TextFiles("stdlib")
+    assert read(pickle.loads(pickle.dumps(text)))[5] == read(text)[5]
+
+
+def test_a_document_that_is_too_long_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"short")
+    (tmp_path / "c.txt").write_bytes(b"much too long")
+    with pytest.raises(
+        dcp.ArgumentError, match=r"c\.txt has 13 tokens, .* max_length = 5 \(1 such"
+    ):
+        data.TextFiles(tmp_path, max_length=5, long="error")
+    with pytest.raises(dcp.ArgumentError, match=r"\.py, document \d+ has"):
+        data.TextFiles("stdlib", max_length=5, long="error")
+    with pytest.raises(dcp.ArgumentError, match="packed: document 2 has 3"):
+        data.Packed([1, 2, 3, 4], [0, 1, 1, 4], max_length=2, long="error")
 
 
 @pytest.mark.parametrize(
