@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -68,7 +68,15 @@ class ShardedModel:
     """Made by `fully_shard`. Weights, gradients and AdamW's moments lie in windows of the world.
 
     All ranks of a machine read one copy of the weights; each rank owns, updates and saves its shard.
-    Methods marked *collective* must be called by all ranks in the same order.
+    Methods marked *collective* must be called by all ranks in the same order. A context manager.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> with dcp.init("self") as world:
+    ...     with dcp.fully_shard(dcp.Transformer1D.preset("tiny"), world, frozen=["*norm*"]) as model:
+    ...         model.parameters()["model.norm.weight"][:2], "model.norm.weight" in model.frozen
+    (array([1., 1.], dtype=float32), True)
     """
 
     def __init__(
@@ -322,8 +330,3 @@ def _match(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
             raise _dcp.ArgumentError(f"frozen: {pattern!r} names no tensor of this model")
         found.update(hits)
     return found
-
-
-def config_as_dict(config: Transformer1D) -> dict[str, Any]:
-    """The configuration as plain data, for checkpoints."""
-    return asdict(config)
