@@ -1,0 +1,71 @@
+/* add, zero and column_sum: checks and the cut into tasks. */
+#include "dcp/kernels.h"
+#include "rowwise.h"
+
+#include <string.h>
+
+static void
+copy_elements(const void *untyped, int64_t first, int64_t last)
+{
+    const dcp_add_args_t *args = untyped;
+    memcpy(args->out + first, args->a + first, (size_t)(last - first) * sizeof(float));
+}
+
+dcp_status_t
+dcp_cpu_add(dcp_pool_t *pool, const dcp_add_args_t *args)
+{
+    CHECK_SIZE("add", count);
+    if (args->count == 0) {
+        return DCP_OK;
+    }
+    CHECK_POINTER("add", a);
+    CHECK_POINTER("add", out);
+    if (args->b != NULL) {
+        return rowwise_run(pool, args->count, 1, ROWWISE_OPS(elementwise_ops)->add,
+                           args);
+    }
+    if (args->out == args->a) {
+        return DCP_OK;
+    }
+    return rowwise_run(pool, args->count, 1, copy_elements, args);
+}
+
+enum { ZERO_UNIT_BYTES = 64 };
+
+static void
+zero_units(const void *untyped, int64_t first, int64_t last)
+{
+    const dcp_zero_args_t *args = untyped;
+    int64_t begin = first * ZERO_UNIT_BYTES, end = last * ZERO_UNIT_BYTES;
+    end = end < args->bytes ? end : args->bytes;
+    memset((char *)args->x + begin, 0, (size_t)(end - begin));
+}
+
+dcp_status_t
+dcp_cpu_zero(dcp_pool_t *pool, const dcp_zero_args_t *args)
+{
+    CHECK_SIZE("zero", bytes);
+    if (args->bytes == 0) {
+        return DCP_OK;
+    }
+    CHECK_POINTER("zero", x);
+    int64_t units = (args->bytes - 1) / ZERO_UNIT_BYTES + 1;
+    return rowwise_run(pool, units, ZERO_UNIT_BYTES / (int64_t)sizeof(float),
+                       zero_units, args);
+}
+
+dcp_status_t
+dcp_cpu_column_sum(dcp_pool_t *pool, const dcp_column_sum_args_t *args)
+{
+    CHECK_SIZE("column_sum", rows);
+    CHECK_SIZE("column_sum", width);
+    if (args->rows == 0 || args->width == 0) {
+        return DCP_OK;
+    }
+    CHECK_POINTER("column_sum", x);
+    CHECK_POINTER("column_sum", out);
+    CHECK_STRIDE("column_sum", x_stride, args->width);
+    float *outs[ROWWISE_MAX_PARTS] = {args->out, NULL};
+    return rowwise_run_sums(pool, args->rows, args->width,
+                            ROWWISE_OPS(elementwise_ops)->column_sum, args, 1, outs);
+}

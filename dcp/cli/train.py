@@ -1,0 +1,276 @@
+"""`dcp train`: check everything here, then train on ranks, show and write what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dcp.cli import InputError, common, log_to_stderr, reading_input
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank needs to train: checked settings and the documents, read once."""
+
+    settings: Any  # dcp.config.Settings
+    documents: Any  # None: memory-mapped files, which each rank opens for itself
+    resume: bool
+    metrics: Path | None
+    trace: Path | None
+
+
+@click.command("train")
+@click.option("--preset", metavar="NAME", help="Model and learning rate.  [default: tiny]")
+@click.option("--config", "config_file", metavar="FILE", help="Settings as TOML.")
+@click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="One setting, dotted key.")
+@click.option("--print-config", is_flag=True, help="Print the merged settings and end.")
+@click.option(
+    "--data", metavar="stdlib|FOLDER|FILE", help="Documents to train on.  [default: stdlib]"
+)
+@click.option("--ranks", type=int, metavar="N", help="Processes.  [default: one a core, at most 8]")
+@click.option("--steps", type=int, metavar="N", help="Total steps, from step 0.  [default: 60]")
+@click.option(
+    "--tokens-per-step", type=int, metavar="N", help="Token budget of a step.  [default: 16384]"
+)
+@click.option("--seed", type=int, metavar="N", help="Of weights, order, dropout.  [default: 0]")
+@click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: packed]")
+@click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
+@click.option("--optimizer", metavar="NAME", help="[default: adamw]")
+@click.option("--device", metavar="NAME", help="[default: cpu]")
+@click.option("--checkpoint", metavar="DIR", help="Folder of checkpoints and metrics.jsonl.")
+@click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints.")
+@click.option("--keep", type=int, metavar="N", help="Newest checkpoints to keep.  [default: 3]")
+@click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
+@click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations.")
+@click.option("--target-loss", type=float, metavar="X", help="Stop at this held-out loss.")
+@click.option("--metrics", metavar="DIR", help="Folder of metrics.jsonl.  [default: --checkpoint]")
+@click.option("--trace", metavar="FILE", help="Write a Chrome trace of the steps.")
+@common
+def command(
+    json_to: str | None,
+    preset: str | None,
+    config_file: str | None,
+    sets: tuple[str, ...],
+    print_config: bool,
+    resume: bool,
+    metrics: str | None,
+    trace: str | None,
+    **options: Any,
+) -> dict[str, Any] | None:
+    """Train a transformer on documents of very different lengths.
+
+    Settings come from --preset, then --config, then --set, then the options; later ones win.
+    """
+    from dcp import config
+
+    settings = config.load(
+        preset=preset,
+        config=config_file,
+        sets=sets,
+        options={_KEYS.get(name, name): value for name, value in options.items()},
+    )
+    if print_config:
+        click.echo(settings.to_toml(), nl=False)
+        return None
+    with reading_input():
+        _check_checkpoint(settings, resume)
+        _check_outputs(metrics, trace)
+        documents = _read_documents(settings)
+    job = Job(
+        settings=settings,
+        documents=None if _is_mapped(settings) else documents,
+        resume=resume,
+        metrics=Path(metrics) if metrics is not None else None,
+        trace=Path(trace) if trace is not None else None,
+    )
+    return _run(job, documents, json_to)
+
+
+_KEYS = {
+    "data": "data.source",
+    "optimizer": "optimizer.name",
+    "checkpoint": "checkpoint.folder",
+    "save_every": "checkpoint.save_every",
+    "keep": "checkpoint.keep",
+    "eval_every": "train.eval_every",
+    "target_loss": "train.target_loss",
+}
+
+
+def _check_checkpoint(settings: Any, resume: bool) -> None:
+    """A used folder needs --resume; resuming needs a whole checkpoint of this model."""
+    folder = settings.checkpoint.folder
+    if folder is None:
+        if resume:
+            raise InputError("--resume needs --checkpoint DIR, the folder to go on from")
+        return
+    from dcp import checkpoint
+
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InputError(f"--checkpoint {folder}: not a folder")
+    if not resume:
+        if checkpoint.is_used(folder):
+            raise InputError(
+                f"--checkpoint {folder}: already holds checkpoints; add --resume to go on from "
+                "the newest, or name another folder"
+            )
+        return
+    if not Path(folder).is_dir():
+        raise InputError(f"--checkpoint {folder} --resume: no such folder")
+    with warnings.catch_warnings(action="ignore"):  # rank 0 says what it skips
+        newest = checkpoint.latest(folder)
+    shown = checkpoint.show(newest)
+    if shown["step"] > settings.steps:
+        raise InputError(
+            f"--steps {settings.steps}: {newest} is at step {shown['step']} already; --steps is "
+            "the total, counted from step 0"
+        )
+    here = dataclasses.asdict(settings.transformer())
+    there = shown["config"]
+    for key, value in here.items():
+        if key in there and there[key] != value:
+            raise InputError(
+                f"{newest} is a checkpoint of another model: {key} is {there[key]} there and "
+                f"{value} here"
+            )
+
+
+def _check_outputs(metrics: str | None, trace: str | None) -> None:
+    if metrics is not None and Path(metrics).exists() and not Path(metrics).is_dir():
+        raise InputError(f"--metrics {metrics}: not a folder")
+    if trace is not None and not Path(trace).resolve().parent.is_dir():
+        raise InputError(f"--trace {trace}: no such folder: {Path(trace).resolve().parent}")
+
+
+def _is_mapped(settings: Any) -> bool:
+    return str(settings.data.source).endswith(".npy")
+
+
+def _read_documents(settings: Any) -> Any:
+    """Read the documents once; the ranks get them ready."""
+    from dcp import data
+
+    source, length, long = settings.data.source, settings.data.max_length, settings.data.long
+    documents: Any
+    if _is_mapped(settings):
+        documents = data.TokenFiles(source, max_length=length, long=long)
+    else:
+        documents = data.TextFiles(source, max_length=length, long=long)
+    vocab = settings.model["vocab_size"]
+    if documents.vocab_size > vocab:
+        raise InputError(
+            f"--data {source}: token {documents.vocab_size - 1} occurs, and model.vocab_size = "
+            f"{vocab}; set model.vocab_size={documents.vocab_size} or more"
+        )
+    return documents
+
+
+def train_rank(world: Any, job: Job) -> dict[str, Any]:
+    """Train on one rank; what it returns is equal on all but for `peak_bytes`."""
+    import dcp
+    from dcp import _dcp
+
+    log_to_stderr()
+    settings = job.settings
+    if settings.memory is not None:
+        _dcp.set_memory_cap(settings.memory)
+    config = settings.transformer()
+    loader = dcp.Loader(
+        job.documents if job.documents is not None else _read_documents(settings),
+        world,
+        dcp.CostModel.for_model(config),
+        tokens_per_step=settings.tokens_per_step,
+        strategy=settings.strategy,
+        seed=settings.seed,
+        memory_bytes=settings.memory,
+        weighting=settings.train.weighting,
+        eval_share=settings.train.eval_share,
+    )
+    with contextlib.closing(dcp.fully_shard(config, world, seed=settings.seed)) as model:
+        trainer = dcp.Trainer(
+            model,
+            settings.optimizer.build(),
+            loader,
+            checkpoint=settings.checkpoint.folder,
+            save_every=settings.checkpoint.save_every,
+            keep=settings.checkpoint.keep,
+            resume=job.resume,
+            eval_every=settings.train.eval_every,
+            eval_tokens=settings.train.eval_tokens,
+            target_loss=settings.train.target_loss,
+            nonfinite=settings.train.nonfinite,
+            seed=settings.seed,
+            metrics=job.metrics,
+            trace=job.trace,
+            on_event=world.emit,
+        )
+        report = trainer.fit(settings.steps)
+        sha256 = model.parameters_sha256()
+        peak_bytes = int(model.memory()["peak"])
+        world.barrier()  # the parameters lie in windows of all ranks: leave together
+    return {
+        "peak_bytes": peak_bytes,
+        "parameters_sha256": sha256,
+        "tokens_per_s": report.tokens_per_s,
+        "eval_loss": report.eval_loss,
+        "seconds_to_target": report.seconds_to_target,
+        "skipped": report.skipped,
+    }
+
+
+def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
+    """Launch the ranks, show their progress, return the document."""
+    import dcp
+    from dcp.cli.progress import closing_table, progress
+
+    settings = job.settings
+    config = settings.transformer()
+    parameter_count = config.parameter_count()
+    steps: list[dict[str, Any]] = []
+    with progress(settings, parameter_count, documents) as show:
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["kind"] == "step":
+                steps.append({key: event[key] for key in STEP_KEYS})
+            show(event)
+
+        ranks = dcp.launch(train_rank, settings.ranks, (job,), on_event=on_event)
+    first = ranks[0]
+    peaks = [rank["peak_bytes"] for rank in ranks]
+    document = {
+        "world": settings.ranks,
+        "model": dataclasses.asdict(config),
+        "parameter_count": parameter_count,
+        "steps": steps,
+        "tokens_per_s": first["tokens_per_s"],
+        "peak_memory_bytes": {"node": sum(peaks), "ranks": peaks},
+        "parameters_sha256": first["parameters_sha256"],
+        "eval_loss": first["eval_loss"],
+        "seconds_to_target": first["seconds_to_target"],
+        "skipped_steps": first["skipped"],
+    }
+    closing_table(document, settings, to=sys.stderr if json_to == "-" else sys.stdout)
+    return document
+
+
+STEP_KEYS = (
+    "step",
+    "loss",
+    "tokens",
+    "sequences",
+    "seconds",
+    "grad_norm",
+    "lr",
+    "plan",
+    "idle_share",
+    "micro_batches",
+    "sp",
+    "arm",
+)

@@ -1,0 +1,516 @@
+"""The training loop of one rank: steps, evaluation, checkpoints, metrics.
+
+Every rank runs the same loop over the same steps; what a step does lies in the sharded model,
+which sequences it holds in the loader. Decisions here (stop at the target, evaluate, save) depend
+only on numbers that are bitwise equal on all ranks, so no rank can leave the others waiting.
+Nothing here knows the command line: a rank's records reach the outside through `on_event`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from dcp._dcp import ArgumentError, StateError, UnsupportedError
+from dcp.optim import AdamW
+
+__all__ = ["Report", "StepRecord", "Trainer"]
+
+WARM_UP_STEPS = 2  # of the throughput figure: caches, page faults, first touches
+TARGET_EVAL_EVERY = 10  # steps between evaluations where a target is given and no `eval_every`
+_logger = logging.getLogger("dcp")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did, equal on all ranks but for the times, which rank 0 measured.
+
+    Attributes
+    ----------
+    step : int
+        Number of the step, counted from 0.
+    loss : float or None
+        Mean loss of its trainable tokens (or sequences); None where it is not finite.
+    tokens, sequences : int
+        Trainable tokens and sequences of all ranks.
+    seconds : float
+        From the first micro-batch to the end of the optimizer.
+    grad_norm : float or None
+        Global norm before clipping.
+    lr : float
+        Learning rate.
+    plan : str
+        Hash of the plan.
+    idle_share : float or None
+        ``1 - sum(busy) / (world * max(busy))``; None where ranks outnumber cores.
+    micro_batches : list of int
+        Micro-batches per rank.
+    sp : list of int
+        Sequence-parallel size of each micro-batch of rank 0.
+    arm : None
+        Setting of the controller.
+    skipped : bool
+        The parameters were left alone: the gradient was not finite, or no token trainable.
+    """
+
+    step: int
+    loss: float | None
+    tokens: int
+    sequences: int
+    seconds: float
+    grad_norm: float | None
+    lr: float
+    plan: str
+    idle_share: float | None
+    micro_batches: list[int]
+    sp: list[int]
+    arm: None = None
+    skipped: bool = False
+
+
+@dataclass
+class Report:
+    """Result of :meth:`Trainer.fit`.
+
+    Attributes
+    ----------
+    steps : list of StepRecord
+        The steps of this call.
+    first_step, last_step : int
+        The first step of this call, and the number of steps done in all.
+    eval_loss : float or None
+        Held-out loss at the end; None where nothing is held out.
+    seconds_to_target : float or None
+        Training time, without evaluation and saving, until the held-out loss was at the target.
+    skipped : int
+        Steps that left the parameters alone, since step 0.
+    """
+
+    steps: list[StepRecord] = field(default_factory=list)
+    first_step: int = 0
+    last_step: int = 0
+    eval_loss: float | None = None
+    seconds_to_target: float | None = None
+    skipped: int = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Trainable tokens a second after two warm-up steps; None for fewer than three steps."""
+        counted = self.steps[WARM_UP_STEPS:]
+        seconds = sum(record.seconds for record in counted)
+        return sum(record.tokens for record in counted) / seconds if seconds > 0 else None
+
+
+class Trainer:
+    """Trains a sharded model on the steps of a loader. Every rank makes one and calls `fit`.
+
+    Parameters
+    ----------
+    model : dcp.ShardedModel
+        From :func:`dcp.fully_shard`.
+    optimizer : dcp.optim.AdamW
+        Rule and learning rate.
+    loader : dcp.Loader
+        Yields the steps; its `state_dict` goes into checkpoints.
+    controller : None
+        Reserved: this version has none.
+    checkpoint : path or None
+        Folder of checkpoints, and of `metrics.jsonl` where `metrics` is None.
+    save_every : int or None
+        Write a checkpoint after every so many steps, and after the last one. None: only after
+        the last one.
+    keep : int
+        Newest checkpoints that are kept.
+    resume : bool
+        Go on from the newest whole checkpoint in `checkpoint`; :class:`dcp.FileError` if there is
+        none.
+    eval_every : int or None
+        Evaluate after every so many steps; the end is always evaluated where documents are
+        held out.
+    eval_tokens : int
+        Held-out tokens of one evaluation, always the same ones.
+    target_loss : float or None
+        Stop once the held-out loss is at most this; needs held-out documents. Evaluates every
+        10 steps unless `eval_every` says otherwise.
+    nonfinite : {"stop", "skip"}
+        A loss or gradient that is not finite raises :class:`dcp.NumericError` on every rank, or
+        is counted and leaves the parameters alone on every rank.
+    seed : int
+        Of dropout.
+    metrics : path or None
+        Folder of `metrics.jsonl`, one JSON object a line (a step, an evaluation), and of
+        `tensorboard/` where tensorboardX or TensorBoard with torch is installed.
+    trace : path or None
+        Write a Chrome trace (chrome://tracing, Perfetto) of the steps, one row a rank.
+    on_event : callable or None
+        Called on rank 0 with a dict: ``{"kind": "step" | "eval" | "save", ...}``.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> def work(world):
+    ...     config = dcp.Transformer1D.preset("tiny", num_hidden_layers=1)
+    ...     text = dcp.data.TextFiles("stdlib", max_length=256)
+    ...     cost = dcp.CostModel.for_model(config)
+    ...     loader = dcp.Loader(text, world, cost, tokens_per_step=512)
+    ...     with dcp.fully_shard(config, world) as model:
+    ...         trainer = dcp.Trainer(model, dcp.optim.AdamW(lr=0.01), loader)
+    ...         return len(trainer.fit(2).steps)
+    >>> dcp.launch(work, 2)
+    [2, 2]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: AdamW,
+        loader: Any,
+        *,
+        controller: None = None,
+        checkpoint: str | Path | None = None,
+        save_every: int | None = None,
+        keep: int = 3,
+        resume: bool = False,
+        eval_every: int | None = None,
+        eval_tokens: int = 32768,
+        target_loss: float | None = None,
+        nonfinite: str = "stop",
+        seed: int = 0,
+        metrics: str | Path | None = None,
+        trace: str | Path | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        if controller is not None:
+            raise UnsupportedError("controller: this version has none; pass None")
+        if nonfinite not in ("stop", "skip"):
+            raise ArgumentError(f"nonfinite = {nonfinite!r} must be 'stop' or 'skip'")
+        for name, value in (("save_every", save_every), ("keep", keep), ("eval_every", eval_every)):
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name} = {value} must be >= 1")
+        if (save_every is not None or resume) and checkpoint is None:
+            raise ArgumentError("save_every and resume need checkpoint, the folder")
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self.world = model.world
+        self.checkpoint = Path(checkpoint) if checkpoint is not None else None
+        self.save_every, self.keep = save_every, keep
+        if target_loss is not None and eval_every is None:
+            eval_every = TARGET_EVAL_EVERY
+        self.eval_every, self.eval_tokens, self.target_loss = eval_every, eval_tokens, target_loss
+        self.nonfinite, self.seed = nonfinite, seed
+        self.on_event = on_event if self.world.rank == 0 else None
+        self.metrics_folder = Path(metrics) if metrics is not None else self.checkpoint
+        self.trace = Path(trace) if trace is not None and self.world.rank == 0 else None
+        self.step = 0  # steps done since step 0
+        self.train_seconds = 0.0  # without evaluation and saving
+        self.skipped = 0
+        self._saved: int | None = None  # step of the newest checkpoint
+        self._evaluated: int | None = None  # step of the newest evaluation
+        if resume:
+            self._resume()
+
+    def fit(self, steps: int) -> Report:
+        """Train until `steps` steps are done in all, counted from step 0.
+
+        Returns
+        -------
+        Report
+            The steps of this call. Where all of them were done before, there are none.
+
+        Raises
+        ------
+        dcp.NumericError
+            The loss or gradient of a step is not finite and `nonfinite` is "stop".
+        dcp.RankError, dcp.AbortedError, dcp.MismatchError
+            Another rank died, failed, or does not run the same steps.
+        """
+        if steps < 0:
+            raise ArgumentError(f"steps = {steps} must be >= 0")
+        report = Report(first_step=self.step, last_step=self.step)
+        with contextlib.ExitStack() as stack:
+            metrics = stack.enter_context(self._open_metrics())
+            trace = stack.enter_context(_Trace(self.trace, self.world.size))
+            self._train(steps, report, metrics, trace)
+            if self.checkpoint is not None and self._saved != self.step:
+                self._save()
+            if self._evaluated != self.step:
+                self._evaluate(report, metrics)
+        report.last_step, report.skipped = self.step, self.skipped
+        return report
+
+    def _train(self, steps: int, report: Report, metrics: _Metrics, trace: _Trace) -> None:
+        """Run the steps, to `steps` or to the target."""
+        with contextlib.closing(iter(self.loader)) as data:
+            while self.step < steps and report.seconds_to_target is None:
+                record, busy = self._one_step(next(data))
+                report.steps.append(record)
+                metrics.write("step", dataclasses.asdict(record))
+                trace.add(record, busy)
+                self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
+                self.step += 1
+                if self.eval_every is not None and self.step % self.eval_every == 0:
+                    self._evaluate(report, metrics)
+                if self.save_every is not None and self.step % self.save_every == 0:
+                    self._save()
+
+    def _one_step(self, data: Any) -> tuple[StepRecord, list[float]]:
+        if data.index != self.step:
+            raise StateError(
+                f"the loader is at step {data.index} and the trainer at step {self.step}: "
+                "give each trainer a loader of its own"
+            )
+        lr = self.optimizer.lr_at(self.step)
+        start = time.perf_counter()
+        result = self.model.step(
+            data.micro_batches,
+            scale=data.scale,
+            trainable=data.trainable,
+            lr=lr,
+            step=self.step,
+            optimizer=self.optimizer,
+            plan_hash=data.plan.hash,
+            dropout_seed=_mix(self.seed, self.step),
+            nonfinite=self.nonfinite,
+        )
+        seconds = time.perf_counter() - start
+        self.train_seconds += seconds
+        if result.skipped:
+            self.skipped += 1
+            if data.trainable > 0 and self.world.rank == 0:
+                _logger.warning("step %d: loss or gradient not finite, skipped", self.step)
+        busy = [float(b) for b in result.busy_s]
+        counts, sizes = _shape_of(data.plan, self.world.size)
+        record = StepRecord(
+            step=self.step,
+            loss=_finite(result.loss),
+            tokens=int(data.trainable),
+            sequences=int(data.sequence_count),
+            seconds=seconds,
+            grad_norm=_finite(result.grad_norm),
+            lr=lr,
+            plan=str(data.plan.hash),
+            idle_share=_idle_share(busy),
+            micro_batches=counts,
+            sp=sizes,
+            skipped=bool(result.skipped),
+        )
+        return record, busy
+
+    def _evaluate(self, report: Report, metrics: _Metrics) -> None:
+        """Take the loss on the held-out documents, always the same ones; None where none are."""
+        total, any_tokens = 0.0, False
+        for data in self.loader.evaluation(tokens=self.eval_tokens):
+            total += self.model.evaluate(data.micro_batches, scale=data.scale)
+            any_tokens = True
+        loss = _finite(total) if any_tokens else None
+        self._evaluated = self.step
+        report.eval_loss = loss
+        if self.target_loss is not None and loss is not None and loss <= self.target_loss:
+            report.seconds_to_target = self.train_seconds
+        metrics.write("eval", {"step": self.step, "eval_loss": loss})
+        self._emit("eval", {"step": self.step, "eval_loss": loss})
+
+    def _save(self) -> None:
+        from dcp import checkpoint
+
+        assert self.checkpoint is not None
+        state = {
+            "step": self.step,
+            "seed": self.seed,
+            "train_seconds": self.train_seconds,
+            "skipped": self.skipped,
+            "update_count": self.model.update_count,
+            "loader": self.loader.state_dict(),
+        }
+        checkpoint.save(
+            self.checkpoint,
+            step=self.step,
+            world=self.world,
+            shards=self.model.shards(),
+            shapes=self.model.shapes,
+            state=state,
+            config=self.model.config,
+            keep=self.keep,
+        )
+        self._saved = self.step
+        self._emit("save", {"step": self.step, "folder": str(self.checkpoint)})
+
+    def _resume(self) -> None:
+        from dcp import checkpoint
+
+        assert self.checkpoint is not None
+        with warnings.catch_warnings(record=True, action="always") as skipped:
+            path = checkpoint.latest(self.checkpoint)
+        for warning in skipped if self.world.rank == 0 else ():
+            _logger.warning("%s", warning.message)
+        state = checkpoint.load(
+            path,
+            shards=self.model.shards(),
+            shapes=self.model.shapes,
+            config=self.model.config,
+            world=self.world,
+        )
+        self.model.weights_changed()
+        self.model.update_count = int(state["update_count"])
+        self.loader.load_state_dict(state["loader"])
+        self.step = int(state["step"])
+        self.train_seconds = float(state["train_seconds"])
+        self.skipped = int(state["skipped"])
+        self._saved = self.step
+
+    def _open_metrics(self) -> _Metrics:
+        folder = self.metrics_folder if self.world.rank == 0 else None
+        return _Metrics(folder, first_step=self.step)
+
+    def _emit(self, kind: str, values: dict[str, Any]) -> None:
+        if self.on_event is not None:
+            self.on_event({"kind": kind} | values)
+
+
+class _Metrics:
+    """`metrics.jsonl` and TensorBoard of one folder; with none, nothing happens.
+
+    A run that was killed after its last checkpoint left lines of steps that will run again:
+    those from `first_step` on are dropped at opening.
+    """
+
+    def __init__(self, folder: Path | None, *, first_step: int) -> None:
+        self._file: IO[str] | None = None
+        self._board: Any = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        kept = _lines_before(path, first_step) if path.exists() and first_step > 0 else []
+        aside = path.with_name(".metrics.jsonl")
+        aside.write_text("".join(kept), encoding="utf-8")
+        aside.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        if (writer := _board_writer()) is not None:
+            self._board = writer(str(folder / "tensorboard"), purge_step=first_step)
+
+    def __enter__(self) -> _Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind} | values, allow_nan=False) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, values["step"])
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    """The whole lines of `path` that belong to steps before `step`."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut off by a kill
+        # an evaluation "at step n" follows n steps
+        if values["step"] < step or (values["kind"] == "eval" and values["step"] == step):
+            kept.append(line)
+    return kept
+
+
+def _board_writer() -> Any:
+    """The class that writes TensorBoard files, or None."""
+    try:
+        if importlib.util.find_spec("tensorboardX") is not None:
+            from tensorboardX import SummaryWriter
+
+            return SummaryWriter
+        if all(importlib.util.find_spec(name) is not None for name in ("tensorboard", "torch")):
+            from torch.utils.tensorboard import SummaryWriter as TorchWriter
+
+            return TorchWriter
+    except ImportError as error:
+        _logger.warning("TensorBoard is installed but does not load: %s", error)
+    return None
+
+
+class _Trace:
+    """Chrome trace of the steps: one row a rank with its busy time, one for the whole step."""
+
+    def __init__(self, path: Path | None, world_size: int) -> None:
+        self._path, self._events, self._now_us = path, list[dict[str, Any]](), 0.0
+        names = [f"rank {rank}" for rank in range(world_size)] + ["step"]
+        for row, name in enumerate(names):
+            self._events.append(
+                {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+            )
+
+    def __enter__(self) -> _Trace:
+        return self
+
+    def add(self, record: StepRecord, busy: list[float]) -> None:
+        if self._path is None:
+            return
+        for row, seconds in enumerate([*busy, record.seconds]):
+            self._events.append(
+                {
+                    "ph": "X",
+                    "name": f"step {record.step}",
+                    "pid": 0,
+                    "tid": row,
+                    "ts": self._now_us,
+                    "dur": seconds * 1e6,
+                    "args": {"loss": record.loss, "plan": record.plan},
+                }
+            )
+        self._now_us += record.seconds * 1e6
+
+    def __exit__(self, *_: object) -> None:
+        if self._path is not None:
+            self._path.write_text(json.dumps({"traceEvents": self._events}), encoding="utf-8")
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _idle_share(busy: list[float]) -> float | None:
+    """1 - sum / (count * longest); None where ranks outnumber cores: then busy is waiting too."""
+    from dcp.config import core_count
+
+    longest = max(busy, default=0.0)
+    if longest <= 0.0 or len(busy) > core_count():
+        return None
+    return 1.0 - sum(busy) / (len(busy) * longest)
+
+
+def _shape_of(plan: Any, world_size: int) -> tuple[list[int], list[int]]:
+    """Micro-batches per rank, and the group size of each of rank 0's."""
+    counts, sizes = [0] * world_size, []
+    for micro_batch in plan.micro_batches:
+        for rank in micro_batch.ranks:
+            counts[rank] += 1
+        if 0 in micro_batch.ranks:
+            sizes.append(len(micro_batch.ranks))
+    return counts, sizes
+
+
+def _mix(seed: int, step: int) -> int:
+    """64 bits that differ for every (seed, step): the finalizer of splitmix64."""
+    mask = (1 << 64) - 1
+    x = (seed * 0x9E3779B97F4A7C15 + step + 1) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
