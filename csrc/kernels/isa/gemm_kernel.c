@@ -213,7 +213,8 @@ STRIP(6)
 #if ROWS > 6
 STRIP(7)
 STRIP(8)
-STRIP(9) STRIP(10) STRIP(11) STRIP(12)
+STRIP(9)
+STRIP(10) STRIP(11) STRIP(12)
 #endif
 
     static const strip_func_t strip_packs[ROWS] = {
