@@ -42,6 +42,7 @@ INLINE void
 tile_store(const int rows, const int vectors, const int partial, const int has_base,
            vf acc[ROWS][2], const tile_t *t)
 {
+#pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
         const int64_t left = t->columns - v * VF;
         const int64_t count = left < VF ? left : VF;
@@ -211,7 +212,9 @@ STRIP(5)
 STRIP(6)
 #if ROWS > 6
 STRIP(7)
-STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
+STRIP(8)
+STRIP(9)
+STRIP(10) STRIP(11) STRIP(12)
 #endif
 
     static const strip_func_t strip_packs[ROWS] = {
