@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dcp import _dcp
 from dcp._dcp import ArgumentError, UnsupportedError
 from dcp.optim import SCHEDULES, AdamW
 
@@ -39,7 +40,6 @@ __all__ = [
     "suggest",
 ]
 
-STRATEGIES = ("packed", "bucket")
 DEVICES = ("cpu",)
 LATER_DEVICES = ("cuda", "emulated")
 MOST_RANKS_PER_CORE = 64
@@ -124,25 +124,38 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def transformer(self) -> Transformer1D:
-        """Return the model's configuration; its own rules are checked here."""
+        """Return the model's configuration."""
         from dcp.models import Transformer1D
 
         return Transformer1D(**self.model)
 
     def to_toml(self) -> str:
-        """Return the settings as TOML that :func:`load` reads back (absent keys are none)."""
+        """Return the settings as TOML that :func:`load` reads back.
+
+        TOML has no null: a key that is none is left out, or, where its default is something
+        else, written as the word "none".
+        """
         import tomli_w
 
-        values = dataclasses.asdict(self)
-        flat = {k: v for k, v in values.items() if not isinstance(v, dict) and v is not None}
-        tables = {
-            name: {
-                k: list(v) if isinstance(v, tuple) else v for k, v in table.items() if v is not None
-            }
-            for name, table in values.items()
-            if isinstance(table, dict)
-        }
-        return tomli_w.dumps(flat | tables)
+        tree: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if dataclasses.is_dataclass(value):
+                inner = {
+                    f.name: _plain(getattr(value, f.name), f) for f in dataclasses.fields(value)
+                }
+                tree[item.name] = {k: v for k, v in inner.items() if v is not None}
+            elif isinstance(value, Mapping):
+                tree[item.name] = {k: v for k, v in value.items() if v is not None}
+            elif value is not None:
+                tree[item.name] = value
+        return tomli_w.dumps(tree)
+
+
+def _plain(value: Any, item: dataclasses.Field[Any]) -> Any:
+    if value is None and item.default is not None:
+        return "none"
+    return list(value) if isinstance(value, tuple) else value
 
 
 # A section given as one word sets this key of it: `data = "stdlib"` is `data.source = "stdlib"`.
@@ -158,7 +171,7 @@ _SECTIONS: dict[str, Any] = {
     "checkpoint": CheckpointSettings,
 }
 _CHOICES = {
-    "strategy": STRATEGIES,
+    "strategy": tuple(_dcp.plan_strategies()),
     "optimizer.name": ("adamw",),
     "optimizer.schedule": SCHEDULES,
     "data.long": ("split", "drop", "error"),
@@ -257,8 +270,8 @@ def load(
     given = {_SHORT.get(key, key): value for key, value in given.items()}
 
     name = str(given.get("preset", ("tiny", ""))[0])
-    model, lr = _preset(name)
-    known = _known_keys(model)
+    lr = _preset_lr(name)
+    known = _known_keys()
     for key, (_, source) in given.items():
         if key not in known:
             raise ArgumentError(f"{_at(source)}unknown key {key!r}{suggest(key, known)}")
@@ -266,39 +279,37 @@ def load(
     values: dict[str, Any] = {"preset": name, "ranks": default_ranks(), "optimizer.lr": lr}
     for key, (value, source) in given.items():
         values[key] = _convert(key, value, known[key], source)
-    return _build(values, model)
+    return _build(values)
 
 
 def _at(source: str) -> str:
     return "" if source in ("", "option") else f"{source}: "
 
 
-def _preset(name: str) -> tuple[dict[str, Any], float]:
-    """Model fields and learning rate of a preset."""
+def _preset_lr(name: str) -> float:
     from dcp import models
 
     names = models.preset_names()
     if name not in names:
         raise ArgumentError(f"unknown preset {name!r}{suggest(name, names)}")
-    config = models.Transformer1D.preset(name)
-    return dataclasses.asdict(config), models.preset_lr(name)
+    return models.preset_lr(name)
 
 
-def _known_keys(model: Mapping[str, Any]) -> dict[str, Any]:
+def _known_keys() -> dict[str, Any]:
     """{dotted key: type} of every setting."""
     from dcp.models import Transformer1D
 
     known: dict[str, Any] = {}
     hints = typing.get_type_hints(Settings, localns={"Mapping": Mapping, "Any": Any})
     for item in dataclasses.fields(Settings):
-        if item.name == "model":
-            fields = typing.get_type_hints(Transformer1D)
-            known |= {f"model.{key}": fields[key] for key in model}
-        elif item.name in _SECTIONS:
-            fields = typing.get_type_hints(_SECTIONS[item.name])
-            known |= {f"{item.name}.{key}": kind for key, kind in fields.items()}
-        else:
+        cls = Transformer1D if item.name == "model" else _SECTIONS.get(item.name)
+        if cls is None:
             known[item.name] = hints[item.name]
+        else:
+            fields = typing.get_type_hints(cls)
+            known |= {
+                f"{item.name}.{field.name}": fields[field.name] for field in dataclasses.fields(cls)
+            }
     return known
 
 
@@ -379,43 +390,26 @@ def _word(text: str) -> Any:
         return text
 
 
-def _build(values: dict[str, Any], preset_model: dict[str, Any]) -> Settings:
+def _build(values: dict[str, Any]) -> Settings:
     """Make the dataclasses and check what concerns more than one key."""
-    given_model = {k.partition(".")[2]: v for k, v in values.items() if k.startswith("model.")}
-    sections = {
-        name: cls(**{k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})
-        for name, cls in _SECTIONS.items()
-    }
+    from dcp.models import Transformer1D
+
+    def of(name: str) -> dict[str, Any]:
+        return {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")}
+
+    sections = {name: cls(**of(name)) for name, cls in _SECTIONS.items()}
+    given = of("model")
+    try:
+        model = Transformer1D.preset(values["preset"], **given)
+        longest = sections["data"].max_length
+        if "max_position_embeddings" not in given and model.max_position_embeddings < longest:
+            model = dataclasses.replace(model, max_position_embeddings=longest)
+    except ArgumentError as error:
+        raise ArgumentError(f"model: {error}") from error
     top = {k: v for k, v in values.items() if "." not in k}
-    settings = Settings(
-        **top,
-        model=_merge_model(preset_model, given_model, sections["data"].max_length),
-        **sections,
-    )
+    settings = Settings(**top, model=dataclasses.asdict(model), **sections)
     _check(settings)
     return settings
-
-
-def _merge_model(preset: dict[str, Any], given: dict[str, Any], max_length: int) -> dict[str, Any]:
-    """The preset's model with what was given; sizes that follow from others follow them."""
-    model = preset | given
-    heads = model["num_attention_heads"]
-    if heads < 1:
-        raise ArgumentError(f"model.num_attention_heads = {heads} must be >= 1")
-    one_to_one = preset["num_key_value_heads"] == preset["num_attention_heads"]
-    if "num_attention_heads" in given and "num_key_value_heads" not in given and one_to_one:
-        model["num_key_value_heads"] = heads
-    if "head_dim" not in given and ("hidden_size" in given or "num_attention_heads" in given):
-        if model["hidden_size"] % heads != 0:
-            raise ArgumentError(
-                f"model.hidden_size = {model['hidden_size']} is not a multiple of "
-                f"model.num_attention_heads = {heads}; choose sizes that divide or set "
-                "model.head_dim"
-            )
-        model["head_dim"] = model["hidden_size"] // heads
-    if "max_position_embeddings" not in given:
-        model["max_position_embeddings"] = max(model["max_position_embeddings"], max_length)
-    return model
 
 
 def _check(settings: Settings) -> None:
@@ -470,4 +464,3 @@ def _check(settings: Settings) -> None:
             f"than data.max_length = {settings.data.max_length}"
         )
     settings.optimizer.build()
-    settings.transformer()

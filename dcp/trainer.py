@@ -15,7 +15,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -131,7 +132,8 @@ class Trainer:
     keep : int
         Newest checkpoints that are kept.
     resume : bool
-        Go on from the newest whole checkpoint in `checkpoint`.
+        Go on from the newest whole checkpoint in `checkpoint`; :class:`dcp.FileError` if there is
+        none.
     eval_every : int or None
         Evaluate after every so many steps; the end is always evaluated where documents are
         held out.
@@ -247,18 +249,18 @@ class Trainer:
 
     def _train(self, steps: int, report: Report, metrics: _Metrics, trace: _Trace) -> None:
         """Run the steps, to `steps` or to the target."""
-        data: Iterator[Any] = iter(self.loader) if self.step < steps else iter(())
-        while self.step < steps and report.seconds_to_target is None:
-            record, busy = self._one_step(next(data))
-            report.steps.append(record)
-            metrics.write("step", dataclasses.asdict(record))
-            trace.add(record, busy)
-            self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
-            self.step += 1
-            if self.eval_every is not None and self.step % self.eval_every == 0:
-                self._evaluate(report, metrics)
-            if self.save_every is not None and self.step % self.save_every == 0:
-                self._save()
+        with contextlib.closing(iter(self.loader)) as data:
+            while self.step < steps and report.seconds_to_target is None:
+                record, busy = self._one_step(next(data))
+                report.steps.append(record)
+                metrics.write("step", dataclasses.asdict(record))
+                trace.add(record, busy)
+                self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
+                self.step += 1
+                if self.eval_every is not None and self.step % self.eval_every == 0:
+                    self._evaluate(report, metrics)
+                if self.save_every is not None and self.step % self.save_every == 0:
+                    self._save()
 
     def _one_step(self, data: Any) -> tuple[StepRecord, list[float]]:
         if data.index != self.step:
@@ -283,8 +285,8 @@ class Trainer:
         self.train_seconds += seconds
         if result.skipped:
             self.skipped += 1
-            why = "loss or gradient not finite" if data.trainable > 0 else "no trainable token"
-            _logger.warning("step %d: %s, parameters left alone", self.step, why)
+            if data.trainable > 0 and self.world.rank == 0:
+                _logger.warning("step %d: loss or gradient not finite, skipped", self.step)
         busy = [float(b) for b in result.busy_s]
         counts, sizes = _shape_of(data.plan, self.world.size)
         record = StepRecord(
@@ -346,9 +348,10 @@ class Trainer:
         from dcp import checkpoint
 
         assert self.checkpoint is not None
-        path = checkpoint.latest(self.checkpoint)
-        if path is None:
-            raise ArgumentError(f"{self.checkpoint} holds no checkpoint to resume from")
+        with warnings.catch_warnings(record=True, action="always") as skipped:
+            path = checkpoint.latest(self.checkpoint)
+        for warning in skipped if self.world.rank == 0 else ():
+            _logger.warning("%s", warning.message)
         state = checkpoint.load(
             path,
             shards=self.model.shards(),

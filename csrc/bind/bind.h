@@ -38,6 +38,11 @@ PyObject *bind_raise(dcp_status_t status);
  */
 dcp_pool_t *bind_pool(void);
 
+/* The same for an object that keeps the pointer: while one is held, the pool cannot
+ * change. */
+dcp_pool_t *bind_pool_hold(void);
+void bind_pool_drop(void);
+
 /* A C-contiguous, aligned, native array of this exact dtype (`type_num`) and
  * `dim_count` dimensions (-1: any), as a new reference; reads only, so read-only arrays
  * and memory maps are welcome; never converts floats. Another dtype, byte order or

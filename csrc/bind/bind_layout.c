@@ -1,10 +1,10 @@
-/* Layouts for Python: layout_plan. The class with names and shapes is dcp/layout.py. */
+/* Layouts for Python: layout_plan, whose class with names and shapes is dcp/layout.py;
+ * and exact_sum, the sum behind the gradient norm. */
 #include "bind.h"
 
+#include "dcp/alloc.h"
 #include "dcp/dbuffer.h"
 #include "dcp/shard.h"
-
-#include "dcp/alloc.h"
 
 PyDoc_STRVAR(
     layout_plan_doc,
@@ -73,8 +73,34 @@ done:
     return result;
 }
 
+PyDoc_STRVAR(exact_sum_doc,
+             "exact_sum(values)\n--\n\n"
+             "Sum of a float64 array of numbers >= 0, rounded once: it depends on no "
+             "order. NaN where one is negative or not finite.");
+
+static PyObject *
+exact_sum(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    PyArrayObject *values = bind_array(argument, NPY_DOUBLE, 1, "values");
+    if (values == NULL) {
+        return NULL;
+    }
+    dcp_exact_sum_t sum;
+    dcp_exact_sum_init(&sum);
+    const double *value = PyArray_DATA(values);
+    npy_intp count = PyArray_SIZE(values);
+    Py_BEGIN_ALLOW_THREADS for (npy_intp i = 0; i < count; i++)
+    {
+        dcp_exact_sum_add(&sum, value[i]);
+    }
+    Py_END_ALLOW_THREADS Py_DECREF((PyObject *)values);
+    return PyFloat_FromDouble(dcp_exact_sum_value(&sum));
+}
+
 static PyMethodDef layout_methods[] = {
     {"layout_plan", layout_plan, METH_VARARGS, layout_plan_doc},
+    {"exact_sum", exact_sum, METH_O, exact_sum_doc},
     {NULL, NULL, 0, NULL},
 };
 

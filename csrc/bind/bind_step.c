@@ -1,9 +1,605 @@
-/* Placeholder of the skeleton: replaced by the part that owns it. */
+/* dcp._dcp.Sharded: a sharded model and its steps. Micro-batches come as objects with
+ * the attributes of dcp.loader.MicroBatch; their arrays are borrowed while the call
+ * runs without the GIL. */
 #include "bind.h"
+
+#include "dcp/alloc.h"
+#include "dcp/train.h"
+
+#include <string.h>
+
+typedef struct sharded_object {
+    PyObject_HEAD dcp_sharded_t *sharded; /* owned; NULL once closed */
+    PyObject *world;                      /* keeps the communicator alive */
+    dcp_pool_t *pool;                     /* the process's, borrowed */
+    int32_t views;                        /* arrays that look into the buffers */
+} sharded_object_t;
+
+/* Micro-batches converted for the core. */
+typedef struct batch_list {
+    dcp_batch_t *batches; /* [count] */
+    PyObject **arrays;    /* [5 * count], references held; some NULL */
+    Py_ssize_t count;
+} batch_list_t;
+
+enum { ARRAYS_PER_BATCH = 5 };
+
+static void
+batch_list_fini(batch_list_t *list)
+{
+    for (Py_ssize_t i = 0; list->arrays != NULL && i < ARRAYS_PER_BATCH * list->count;
+         i++) {
+        Py_XDECREF(list->arrays[i]);
+    }
+    PyMem_Free(list->arrays);
+    PyMem_Free(list->batches);
+}
+
+/* The attribute as an array of this type, or NULL: with an exception, or (optional,
+ * None) without. */
+static PyArrayObject *
+batch_array(PyObject *object, const char *name, int type_num, npy_intp count,
+            int optional)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    if (value == NULL) {
+        return NULL;
+    }
+    if (optional && value == Py_None) {
+        Py_DECREF(value);
+        return NULL;
+    }
+    PyArrayObject *array = bind_array(value, type_num, 1, name);
+    Py_DECREF(value);
+    if (array != NULL && count >= 0 && PyArray_SIZE(array) != count) {
+        dcp_status_t status =
+            DCP_FAIL(DCP_ERR_ARG, "%s has %lld items, tokens has %lld: they must agree",
+                     name, (long long)PyArray_SIZE(array), (long long)count);
+        Py_DECREF(array);
+        bind_raise(status);
+        return NULL;
+    }
+    return array;
+}
+
+static int
+batch_fill(dcp_batch_t *batch, PyObject **arrays, PyObject *object)
+{
+    PyArrayObject *tokens = batch_array(object, "tokens", NPY_INT32, -1, 0);
+    arrays[0] = (PyObject *)tokens;
+    if (tokens == NULL) {
+        return -1;
+    }
+    npy_intp count = PyArray_SIZE(tokens);
+    PyArrayObject *offsets = batch_array(object, "offsets", NPY_INT64, -1, 0);
+    arrays[1] = (PyObject *)offsets;
+    if (offsets == NULL) {
+        return -1;
+    }
+    PyArrayObject *labels = batch_array(object, "labels", NPY_INT32, count, 0);
+    arrays[2] = (PyObject *)labels;
+    if (labels == NULL) {
+        return -1;
+    }
+    PyArrayObject *weights = batch_array(object, "weights", NPY_FLOAT32, count, 1);
+    arrays[3] = (PyObject *)weights;
+    if (weights == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    PyArrayObject *row_ids = batch_array(object, "row_ids", NPY_INT64, count, 1);
+    arrays[4] = (PyObject *)row_ids;
+    if (row_ids == NULL && PyErr_Occurred()) {
+        return -1;
+    }
+    if (PyArray_SIZE(offsets) < 1) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                            "offsets is empty: it must hold 0 and the end of each "
+                            "sequence"));
+        return -1;
+    }
+    batch->token_count = count;
+    batch->sequence_count = PyArray_SIZE(offsets) - 1;
+    batch->tokens = PyArray_DATA(tokens);
+    batch->offsets = PyArray_DATA(offsets);
+    batch->labels = PyArray_DATA(labels);
+    batch->weights = weights != NULL ? PyArray_DATA(weights) : NULL;
+    batch->row_ids = row_ids != NULL ? PyArray_DATA(row_ids) : NULL;
+    return 0;
+}
+
+static int
+batch_list_init(batch_list_t *list, PyObject *sequence, double scale,
+                uint64_t dropout_seed)
+{
+    *list = (batch_list_t){0};
+    PyObject *fast = PySequence_Fast(sequence, "micro_batches must be a sequence");
+    if (fast == NULL) {
+        return -1;
+    }
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
+    list->count = count;
+    list->batches = PyMem_Calloc((size_t)count + 1, sizeof(dcp_batch_t));
+    list->arrays =
+        PyMem_Calloc((size_t)(ARRAYS_PER_BATCH * count) + 1, sizeof(PyObject *));
+    if (list->batches == NULL || list->arrays == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        list->batches[i].scale = scale;
+        list->batches[i].dropout_seed = dropout_seed;
+        if (batch_fill(&list->batches[i], &list->arrays[ARRAYS_PER_BATCH * i],
+                       PySequence_Fast_GET_ITEM(fast, i))
+            < 0) {
+            goto fail;
+        }
+    }
+    Py_DECREF(fast);
+    return 0;
+fail:
+    batch_list_fini(list);
+    Py_DECREF(fast);
+    return -1;
+}
+
+static dcp_sharded_t *
+checked(sharded_object_t *self)
+{
+    if (self->sharded == NULL) {
+        bind_raise(DCP_FAIL(DCP_ERR_STATE, "this sharded model is closed"));
+    }
+    return self->sharded;
+}
+
+PyDoc_STRVAR(
+    sharded_doc,
+    "Sharded(world, config, *, device, block_rows, seed, initialise, forward_only, "
+    "frozen)\n--\n\nA model sharded over the ranks of a world. Collective.");
+
+static int
+sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"world",        "config", "device",
+                            "block_rows",   "seed",   "initialise",
+                            "forward_only", "frozen", NULL};
+    sharded_object_t *self = (sharded_object_t *)object;
+    PyObject *world, *mapping, *frozen = Py_None;
+    const char *device_name = "cpu";
+    long long block_rows = 1;
+    unsigned long long seed = 0;
+    int initialise = 1, forward_only = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppO", names, &world,
+                                     &mapping, &device_name, &block_rows, &seed,
+                                     &initialise, &forward_only, &frozen)) {
+        return -1;
+    }
+    if (self->sharded != NULL) {
+        bind_raise(DCP_FAIL(DCP_ERR_STATE, "this sharded model exists already"));
+        return -1;
+    }
+    const dcp_device_ops_t *device = strcmp(device_name, "cpu") == 0 ? dcp_device_cpu()
+                                     : strcmp(device_name, "late") == 0
+                                         ? dcp_device_late()
+                                         : NULL;
+    if (device == NULL) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG, "device \"%s\" must be cpu", device_name));
+        return -1;
+    }
+    dcp_comm_t *comm = bind_world_comm(world);
+    dcp_transformer1d_config_t config;
+    if (comm == NULL || bind_transformer1d_config(mapping, &config) < 0) {
+        return -1;
+    }
+    PyArrayObject *mask = NULL;
+    if (frozen != Py_None) {
+        mask = bind_array(frozen, NPY_UINT8, 1, "frozen");
+        if (mask == NULL) {
+            return -1;
+        }
+        if (PyArray_SIZE(mask) != dcp_model_tensor_count(&config)) {
+            bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                                "frozen has %lld items, the model %lld tensors",
+                                (long long)PyArray_SIZE(mask),
+                                (long long)dcp_model_tensor_count(&config)));
+            Py_DECREF(mask);
+            return -1;
+        }
+    }
+    dcp_pool_t *pool = bind_pool_hold();
+    if (pool == NULL) {
+        Py_XDECREF(mask);
+        return -1;
+    }
+    dcp_sharded_options_t options = {
+        .block_rows = block_rows,
+        .seed = seed,
+        .initialise = initialise,
+        .forward_only = forward_only,
+        .frozen = mask != NULL ? PyArray_DATA(mask) : NULL,
+    };
+    dcp_status_t status;
+    BIND_NOGIL(status, dcp_sharded_create(comm, &config, device, pool, &options,
+                                          &self->sharded));
+    Py_XDECREF(mask);
+    if (status != DCP_OK) {
+        bind_pool_drop();
+        bind_raise(status);
+        return -1;
+    }
+    self->world = Py_NewRef(world);
+    return 0;
+}
+
+static void
+let_go(sharded_object_t *self)
+{
+    if (self->sharded != NULL) {
+        dcp_sharded_destroy(self->sharded);
+        self->sharded = NULL;
+        bind_pool_drop();
+    }
+    Py_CLEAR(self->world);
+}
+
+static void
+sharded_dealloc(PyObject *object)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    let_go(self);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyDoc_STRVAR(sharded_close_doc,
+             "close()\n--\n\nLets go of all buffers; refused while arrays still "
+             "look into them.");
+
+static PyObject *
+sharded_close(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    sharded_object_t *self = (sharded_object_t *)object;
+    if (self->views > 0) {
+        return bind_raise(
+            DCP_FAIL(DCP_ERR_STATE,
+                     "%d arrays still look into this model's buffers: drop them first",
+                     (int)self->views));
+    }
+    let_go(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+busy_list(const int64_t *busy_ns, int32_t count)
+{
+    PyObject *list = PyList_New(count);
+    for (int32_t i = 0; list != NULL && i < count; i++) {
+        PyObject *seconds = PyFloat_FromDouble((double)busy_ns[i] * 1e-9);
+        if (seconds == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, seconds);
+    }
+    return list;
+}
+
+/* step and gradients take the same arguments. */
+static PyObject *
+run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
+{
+    static char *names[] = {"micro_batches",   "scale",        "step", "update_count",
+                            "trainable_count", "plan_hash",    "clip", "lr",
+                            "beta1",           "beta2",        "eps",  "weight_decay",
+                            "skip_nonfinite",  "dropout_seed", NULL};
+    PyObject *micro_batches;
+    double scale = 0;
+    dcp_step_args_t step = {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8};
+    long long number = 0, update_count = 0, trainable = 0;
+    unsigned long long plan_hash = 0, dropout_seed = 0;
+    int skip = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O|$dLLLKddddddpK", names, &micro_batches, &scale, &number,
+            &update_count, &trainable, &plan_hash, &step.clip, &step.lr, &step.beta1,
+            &step.beta2, &step.eps, &step.weight_decay, &skip, &dropout_seed)) {
+        return NULL;
+    }
+    dcp_sharded_t *sharded = checked(self);
+    batch_list_t list;
+    if (sharded == NULL
+        || batch_list_init(&list, micro_batches, scale, dropout_seed) < 0) {
+        return NULL;
+    }
+    int32_t ranks = dcp_comm_size(dcp_sharded_comm(sharded));
+    int64_t *busy_ns = PyMem_Calloc((size_t)ranks, sizeof(int64_t));
+    if (busy_ns == NULL) {
+        batch_list_fini(&list);
+        return PyErr_NoMemory();
+    }
+    step.batches = list.batches;
+    step.batch_count = list.count;
+    step.step = number;
+    step.update_count = update_count;
+    step.trainable_count = trainable;
+    step.plan_hash = plan_hash;
+    step.skip_nonfinite = skip;
+    dcp_status_t status;
+    dcp_step_result_t result = {0};
+    if (update) {
+        BIND_NOGIL(status, dcp_sharded_step(sharded, &step, busy_ns, &result));
+    } else {
+        BIND_NOGIL(status,
+                   dcp_sharded_gradients(sharded, &step, busy_ns, &result.loss));
+    }
+    batch_list_fini(&list);
+    PyObject *out = NULL;
+    if (status != DCP_OK) {
+        bind_raise(status);
+    } else if (update) {
+        out = Py_BuildValue("{s:d,s:d,s:d,s:O,s:N}", "loss", result.loss, "grad_norm",
+                            result.grad_norm, "seconds", (double)result.wall_ns * 1e-9,
+                            "skipped", result.skipped ? Py_True : Py_False, "busy_s",
+                            busy_list(busy_ns, ranks));
+    } else {
+        out = PyFloat_FromDouble(result.loss);
+    }
+    PyMem_Free(busy_ns);
+    return out;
+}
+
+PyDoc_STRVAR(sharded_step_doc,
+             "step(micro_batches, *, scale, step, update_count, trainable_count, "
+             "plan_hash, clip, lr, "
+             "beta1, beta2, eps, weight_decay, skip_nonfinite, "
+             "dropout_seed)\n--\n\nOne optimizer step. "
+             "Collective. Returns a dict: loss, grad_norm, seconds, skipped, busy_s.");
+
+static PyObject *
+sharded_step(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return run_step((sharded_object_t *)object, args, kwargs, 1);
+}
+
+PyDoc_STRVAR(sharded_gradients_doc,
+             "gradients(micro_batches, *, scale, ...)\n--\n\nThe same up to the "
+             "reduction: returns the "
+             "loss; this rank's runs of the gradient buffer hold the sum over ranks.");
+
+static PyObject *
+sharded_gradients(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return run_step((sharded_object_t *)object, args, kwargs, 0);
+}
+
+PyDoc_STRVAR(sharded_evaluate_doc,
+             "evaluate(micro_batches, scale)\n--\n\nSum over ranks of the scaled "
+             "loss, without dropout. Collective.");
+
+static PyObject *
+sharded_evaluate(PyObject *object, PyObject *args)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    PyObject *micro_batches;
+    double scale;
+    if (!PyArg_ParseTuple(args, "Od", &micro_batches, &scale)) {
+        return NULL;
+    }
+    dcp_sharded_t *sharded = checked(self);
+    batch_list_t list;
+    if (sharded == NULL || batch_list_init(&list, micro_batches, scale, 0) < 0) {
+        return NULL;
+    }
+    double loss = 0;
+    dcp_status_t status;
+    BIND_NOGIL(status, dcp_sharded_evaluate(sharded, list.batches, list.count, &loss));
+    batch_list_fini(&list);
+    return status == DCP_OK ? PyFloat_FromDouble(loss) : bind_raise(status);
+}
+
+PyDoc_STRVAR(sharded_publish_doc, "publish()\n--\n\nMakes weights that were written "
+                                  "from outside visible to all ranks. "
+                                  "Collective.");
+
+static PyObject *
+sharded_publish(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    dcp_status_t status;
+    BIND_NOGIL(status, dcp_sharded_publish(sharded));
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+/* An array over buffer memory counts as a view until it dies: a capsule as its base
+ * says so. */
+static void
+view_release(PyObject *capsule)
+{
+    sharded_object_t *self = PyCapsule_GetContext(capsule);
+    self->views--;
+    Py_DECREF(self);
+}
+
+static PyObject *
+make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
+          int writable)
+{
+    PyObject *array = PyArray_SimpleNewFromData(dim_count, shape, NPY_FLOAT32, data);
+    /* the capsule's pointer must not be NULL and is not used */
+    PyObject *capsule = array != NULL ? PyCapsule_New(self, NULL, view_release) : NULL;
+    if (capsule == NULL || PyCapsule_SetContext(capsule, self) < 0) {
+        Py_XDECREF(capsule);
+        Py_XDECREF(array);
+        return NULL;
+    }
+    Py_INCREF(self);
+    self->views++;
+    if (PyArray_SetBaseObject((PyArrayObject *)array, capsule)
+        < 0) { /* takes the capsule */
+        Py_DECREF(array);
+        return NULL;
+    }
+    if (!writable) {
+        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
+    }
+    return array;
+}
+
+static float *
+kind_data(sharded_object_t *self, int kind)
+{
+    dcp_sharded_t *sharded = checked(self);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    const dcp_dbuffer_t *buffer =
+        kind >= 0 && kind <= DCP_SHARDED_ADAMW_V
+            ? dcp_sharded_buffer(sharded, (dcp_sharded_kind_t)kind)
+            : NULL;
+    if (buffer == NULL) {
+        bind_raise(
+            DCP_FAIL(DCP_ERR_ARG, "kind %d: this model has no such buffer", kind));
+        return NULL;
+    }
+    return dcp_dbuffer_data(buffer);
+}
+
+PyDoc_STRVAR(sharded_tensor_view_doc, "tensor_view(kind, index)\n--\n\nThe whole "
+                                      "tensor as a read-only array over the buffer.");
+
+static PyObject *
+sharded_tensor_view(PyObject *object, PyObject *args)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    int kind;
+    long long index;
+    if (!PyArg_ParseTuple(args, "iL", &kind, &index)) {
+        return NULL;
+    }
+    float *data = kind_data(self, (int)kind);
+    if (data == NULL) {
+        return NULL;
+    }
+    if (index < 0 || index >= dcp_sharded_tensor_count(self->sharded)) {
+        return bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                                   "index %lld: the model has %lld tensors", index,
+                                   (long long)dcp_sharded_tensor_count(self->sharded)));
+    }
+    const dcp_model_tensor_t *tensor = dcp_sharded_tensor(self->sharded, index);
+    npy_intp shape[2] = {tensor->shape[0], tensor->shape[1]};
+    return make_view(
+        self, data + dcp_dbuffer_layout_start(dcp_sharded_layout(self->sharded), index),
+        tensor->dim_count, shape, 0);
+}
+
+PyDoc_STRVAR(sharded_runs_doc, "runs(kind)\n--\n\nThis rank's shard: a list of (tensor "
+                               "index, first element, writable "
+                               "array over the buffer).");
+
+static PyObject *
+sharded_runs(PyObject *object, PyObject *argument)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    long kind = PyLong_AsLong(argument);
+    if (kind == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    float *data = kind_data(self, (int)kind);
+    if (data == NULL) {
+        return NULL;
+    }
+    const dcp_dbuffer_run_t *runs;
+    int64_t count;
+    dcp_dbuffer_layout_runs(dcp_sharded_layout(self->sharded),
+                            dcp_comm_rank(dcp_sharded_comm(self->sharded)), &runs,
+                            &count);
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        npy_intp size = runs[i].count;
+        PyObject *view = make_view(self, data + runs[i].start, 1, &size, 1);
+        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
+                                                      (long long)runs[i].first, view)
+                                      : NULL;
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(
+    sharded_tensors_doc,
+    "tensors()\n--\n\nA list of (name, shape, group name, frozen), in model order.");
+
+static PyObject *
+sharded_tensors(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < dcp_sharded_tensor_count(sharded); i++) {
+        const dcp_model_tensor_t *tensor = dcp_sharded_tensor(sharded, i);
+        PyObject *frozen = dcp_sharded_is_frozen(sharded, i) ? Py_True : Py_False;
+        PyObject *item =
+            tensor->dim_count == 2
+                ? Py_BuildValue("s(LL)sO", tensor->name, (long long)tensor->shape[0],
+                                (long long)tensor->shape[1], tensor->group_name, frozen)
+                : Py_BuildValue("s(L)sO", tensor->name, (long long)tensor->shape[0],
+                                tensor->group_name, frozen);
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+static PyMethodDef sharded_methods[] = {
+    {"step", (PyCFunction)(void (*)(void))sharded_step, METH_VARARGS | METH_KEYWORDS,
+     sharded_step_doc},
+    {"gradients", (PyCFunction)(void (*)(void))sharded_gradients,
+     METH_VARARGS | METH_KEYWORDS, sharded_gradients_doc},
+    {"evaluate", sharded_evaluate, METH_VARARGS, sharded_evaluate_doc},
+    {"publish", sharded_publish, METH_NOARGS, sharded_publish_doc},
+    {"tensor_view", sharded_tensor_view, METH_VARARGS, sharded_tensor_view_doc},
+    {"runs", sharded_runs, METH_O, sharded_runs_doc},
+    {"tensors", sharded_tensors, METH_NOARGS, sharded_tensors_doc},
+    {"close", sharded_close, METH_NOARGS, sharded_close_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot sharded_slots[] = {
+    {Py_tp_doc, (void *)sharded_doc}, {Py_tp_init, sharded_init},
+    {Py_tp_new, PyType_GenericNew},   {Py_tp_dealloc, sharded_dealloc},
+    {Py_tp_methods, sharded_methods}, {0, NULL},
+};
+
+static PyType_Spec sharded_spec = {
+    .name = "dcp._dcp.Sharded",
+    .basicsize = (int)sizeof(sharded_object_t),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = sharded_slots,
+};
 
 int
 bind_step_register(PyObject *module)
 {
-    (void)module;
-    return 0;
+    PyObject *type = PyType_FromModuleAndSpec(module, &sharded_spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int result = PyModule_AddObjectRef(module, "Sharded", type);
+    Py_DECREF(type);
+    return result;
 }

@@ -12,12 +12,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { STATUS_SLOTS = 32 };
+enum { STATUS_SLOTS = 32, MAX_THREADS = 4096 };
 
 static PyObject *error_base;                  /* dcp.Error */
 static PyObject *error_classes[STATUS_SLOTS]; /* by -status */
 static dcp_pool_t *process_pool;
-static int32_t process_pool_size; /* wanted; 0: by cores */
+static int32_t process_pool_size;  /* wanted; 0: by default_thread_count */
+static int32_t process_pool_users; /* objects that keep a pointer to it */
 
 PyObject *
 bind_raise(dcp_status_t status)
@@ -85,11 +86,35 @@ log_to_python(void *context, dcp_log_level_t level, const char *text)
     PyGILState_Release(gil);
 }
 
+/* Threads by DCP_NUM_THREADS, else one a core; -1 with an exception where the variable
+ * is not a count. */
+static int32_t
+default_thread_count(void)
+{
+    const char *text = getenv("DCP_NUM_THREADS");
+    if (text == NULL || text[0] == '\0') {
+        return dcp_core_count();
+    }
+    char *end;
+    long count = strtol(text, &end, 10);
+    if (*end != '\0' || count < 1 || count > MAX_THREADS) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                            "DCP_NUM_THREADS \"%s\" must be a number in 1..%d", text,
+                            (int)MAX_THREADS));
+        return -1;
+    }
+    return (int32_t)count;
+}
+
 dcp_pool_t *
 bind_pool(void)
 {
     if (process_pool == NULL) {
-        int32_t size = process_pool_size > 0 ? process_pool_size : dcp_core_count();
+        int32_t size =
+            process_pool_size > 0 ? process_pool_size : default_thread_count();
+        if (size < 0) {
+            return NULL;
+        }
         dcp_status_t status = dcp_pool_create(size, &process_pool);
         if (status != DCP_OK) {
             bind_raise(status);
@@ -97,6 +122,20 @@ bind_pool(void)
         }
     }
     return process_pool;
+}
+
+dcp_pool_t *
+bind_pool_hold(void)
+{
+    dcp_pool_t *pool = bind_pool();
+    process_pool_users += pool != NULL;
+    return pool;
+}
+
+void
+bind_pool_drop(void)
+{
+    process_pool_users--;
 }
 
 static PyObject *

@@ -13,6 +13,7 @@
 #include "plan_draft.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <string.h>
 
 enum { DEFAULT_MAX_TOKENS = 4096, MAX_WORLD = 1 << 20 };
@@ -78,10 +79,15 @@ find_strategy(const char *name, const plan_strategy_t **strategy_p)
             nearest = strategies[i].name;
         }
     }
+    char known[128] = "";
+    for (int64_t i = 0; i < dcp_plan_strategy_count(); i++) {
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, "%s%s", i > 0 ? ", " : "",
+                 strategies[i].name);
+    }
     return DCP_FAIL(DCP_ERR_ARG,
-                    "strategy '%.60s' is not known: did you mean '%s'? (known: packed, "
-                    "bucket)",
-                    name, nearest);
+                    "strategy '%.60s' is not known: did you mean '%s'? (known: %s)",
+                    name, nearest, known);
 }
 
 dcp_status_t

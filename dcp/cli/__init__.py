@@ -7,6 +7,7 @@ traceback), and that ``--json -`` leaves standard output to the document alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -15,7 +16,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ import click
 
 import dcp
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "InputError", "common", "main", "write_json"]
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Exit", "InputError", "common", "main"]
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 SCHEMA = 1
@@ -40,6 +41,23 @@ class InputError(click.ClickException):
     """What the user gave cannot be used: exit code 2 with this message."""
 
     exit_code = BAD_INPUT
+
+
+@contextlib.contextmanager
+def reading_input() -> Iterator[None]:
+    """Within this, a file that cannot be read or does not hold what it should is bad input."""
+    try:
+        yield
+    except OSError as error:  # dcp.FileError is one
+        raise InputError(_one_line(error)) from error
+
+
+def log_to_stderr() -> None:
+    """Show warnings, and what else DCP_LOG asks for, on standard error."""
+    level = os.environ.get("DCP_LOG", "warning").upper()
+    if not isinstance(logging.getLevelName(level), int):
+        raise InputError(f"DCP_LOG={level.lower()} must be debug, info, warning or error")
+    logging.basicConfig(stream=sys.stderr, level=level, format="dcp: %(levelname)s: %(message)s")
 
 
 class Exit(Exception):
@@ -91,11 +109,7 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
     @functools.wraps(function)
     def wrapped(*args: Any, json_to: str | None, debug: bool, **kwargs: Any) -> None:
-        logging.basicConfig(
-            stream=sys.stderr,
-            level=os.environ.get("DCP_LOG", "warning").upper(),
-            format="dcp: %(levelname)s: %(message)s",
-        )
+        log_to_stderr()
         if json_to not in (None, "-"):
             folder = Path(json_to).resolve().parent
             if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -137,8 +151,8 @@ def write_json(document: dict[str, Any], to: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split("\n")).strip()
-    return text or type(error).__name__
+    """The message without what a rank's report adds below it (``--debug`` shows that)."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _code_of(error: BaseException) -> int:
@@ -173,6 +187,8 @@ def run(args: list[str]) -> int:
         return _fail(error.format_message(), error.exit_code, debug)
     except Exit as error:
         return _fail(str(error), error.code, debug)
+    except ImportError as error:
+        return _fail(f"this installation is incomplete: {_one_line(error)}", FAILED, debug)
     except Exception as error:
         known = isinstance(error, (dcp.Error, OSError))
         text = _one_line(error)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dcp.cli import FAILED, Exit, InputError, common
+from dcp.cli import FAILED, Exit, InputError, common, reading_input
 
 
 @click.group("checkpoint")
@@ -18,20 +18,12 @@ def command() -> None:
 
 def find(path: str) -> Path:
     """Return the step's folder that `path` means: itself, or the newest whole one in it."""
+    if not Path(path).is_dir():
+        raise InputError(f"{path}: no such folder")
     from dcp import checkpoint
 
-    folder = Path(path)
-    if not folder.is_dir():
-        raise InputError(f"{path}: no such folder")
-    if folder.name.startswith("step-"):
-        return folder
-    newest = checkpoint.latest(folder)
-    if newest is None:
-        broken = sorted(found.name for found in folder.glob("step-*"))
-        raise InputError(
-            f"{path}: none of {', '.join(broken)} is whole" if broken else f"{path}: no checkpoint"
-        )
-    return Path(newest)
+    with reading_input():
+        return checkpoint.resolve(path)
 
 
 def _document(shown: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -49,11 +41,12 @@ def _document(shown: dict[str, Any], where: Path) -> dict[str, Any]:
 @common
 def show(json_to: str | None, path: str) -> dict[str, Any]:
     """Show step, world, size and tensors."""
+    where = find(path)
     from dcp import checkpoint
 
-    where = find(path)
-    document = _document(checkpoint.show(where), where)
-    if json_to is None:
+    with reading_input():
+        document = _document(checkpoint.show(where), where)
+    if json_to != "-":
         _print(document)
     return document
 
@@ -63,15 +56,15 @@ def show(json_to: str | None, path: str) -> dict[str, Any]:
 @common
 def verify(json_to: str | None, path: str) -> dict[str, Any]:
     """Read every byte: each element of each tensor once, and the checksums."""
+    where = find(path)
     from dcp import checkpoint
 
-    where = find(path)
     try:
         checkpoint.verify(where)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise Exit(FAILED, str(error)) from error
     document = _document(checkpoint.show(where), where)
-    if json_to is None:
+    if json_to != "-":
         click.echo(f"{where}: whole, {len(document['tensors'])} tensors")
     return document
 

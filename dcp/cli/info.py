@@ -65,7 +65,7 @@ def collect() -> dict[str, Any]:
 def command(json_to: str | None) -> dict[str, Any]:
     """Show cores, instruction sets, BLAS, backends and limits."""
     document = collect()
-    if json_to is None:
+    if json_to != "-":
         _print(document)
     return document
 

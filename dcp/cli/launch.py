@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,15 @@ def command(
 ) -> dict[str, Any]:
     """Run SCRIPT on N ranks; `dcp.init()` in it joins them. Passes on the worst exit code."""
     from dcp.config import MOST_RANKS_PER_CORE, core_count
-    from dcp.launcher import launch_command
 
     most = MOST_RANKS_PER_CORE * core_count()
     if not 1 <= ranks <= most:
         raise InputError(f"-n {ranks}: ranks must lie in 1..{most} ({MOST_RANKS_PER_CORE} a core)")
     if not Path(script).is_file():
         raise InputError(f"{script}: no such file")
-    code = launch_command([sys.executable, script, *arguments], ranks)
+    from dcp.launcher import launch_command
+
+    code = launch_command([script, *arguments], ranks)
     if code != 0:
         raise Exit(code)
     return {"exit_code": code}

@@ -26,12 +26,24 @@ def progress(settings: Any, parameter_count: int, documents: Any) -> Iterator[Sh
         f"rank{'s' if settings.ranks > 1 else ''}, {settings.tokens_per_step:,} tokens a step, "
         f"strategy {settings.strategy}"
     )
-    print(f"{title}\n{documents!r}", file=sys.stderr, flush=True)
+    print(f"{title}\n{_about(documents)}", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         with _bar(settings.steps) as show:
             yield show
     else:
         yield _lines(settings.steps)
+
+
+def _about(documents: Any) -> str:
+    stats = documents.stats
+    text = (
+        f"{documents.name}: {stats.documents:,} documents, {stats.tokens:,} tokens in "
+        f"{stats.pieces:,} sequences, longest {int(documents.lengths.max()):,}"
+    )
+    if stats.longer_than_max:
+        fate = "left out" if stats.dropped else "split"
+        text += f"; {stats.longer_than_max:,} longer than {documents.max_length:,} {fate}"
+    return text
 
 
 def _figures(event: dict[str, Any]) -> dict[str, Any]:

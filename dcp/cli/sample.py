@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from dcp.cli import InputError, common
+from dcp.cli import InputError, common, reading_input
 from dcp.cli.checkpoint import find
 
 BYTES = 256  # tokens below are bytes; others end a document
@@ -39,22 +39,22 @@ def command(
     if not prompt:
         raise InputError("--prompt must not be empty")
     text = sample(_model(folder), prompt, tokens=tokens, seed=seed, temperature=temperature)
-    if json_to is None:
+    if json_to != "-":
         click.echo(text)
     return {"text": text}
 
 
 def _model(folder: str) -> Any:
     """The model of the newest checkpoint, with its weights."""
+    where = find(folder)
     import dcp
     from dcp import checkpoint
 
-    where = find(folder)
-    config = dcp.Transformer1D(**checkpoint.show(where)["config"])
-    model = dcp.Model(config)
-    weights = checkpoint.gather(where)
-    for name, view in model.parameters().items():
-        view[...] = weights[name].reshape(view.shape)
+    with reading_input():
+        model = dcp.Model(dcp.Transformer1D(**checkpoint.show(where)["config"]))
+        parameters = model.parameters()
+        for _, name, weights in checkpoint.gather(where, kinds=["weights"]):
+            parameters[name][...] = weights
     return model
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dcp.cli import InputError, common
-
-_logger = logging.getLogger("dcp")
+from dcp.cli import InputError, common, log_to_stderr, reading_input
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Job:
     """What a rank needs to train: checked settings and the documents, read once."""
 
     settings: Any  # dcp.config.Settings
-    documents: Any
+    documents: Any  # None: memory-mapped files, which each rank opens for itself
     resume: bool
     metrics: Path | None
     trace: Path | None
@@ -81,16 +79,18 @@ def command(
     if print_config:
         click.echo(settings.to_toml(), nl=False)
         return None
-    _check_checkpoint(settings, resume)
-    _check_outputs(metrics, trace)
+    with reading_input():
+        _check_checkpoint(settings, resume)
+        _check_outputs(metrics, trace)
+        documents = _read_documents(settings)
     job = Job(
         settings=settings,
-        documents=_read_documents(settings),
+        documents=None if _is_mapped(settings) else documents,
         resume=resume,
         metrics=Path(metrics) if metrics is not None else None,
         trace=Path(trace) if trace is not None else None,
     )
-    return _run(job, json_to)
+    return _run(job, documents, json_to)
 
 
 _KEYS = {
@@ -106,13 +106,13 @@ _KEYS = {
 
 def _check_checkpoint(settings: Any, resume: bool) -> None:
     """A used folder needs --resume; resuming needs a whole checkpoint of this model."""
-    from dcp import checkpoint
-
     folder = settings.checkpoint.folder
     if folder is None:
         if resume:
             raise InputError("--resume needs --checkpoint DIR, the folder to go on from")
         return
+    from dcp import checkpoint
+
     if Path(folder).exists() and not Path(folder).is_dir():
         raise InputError(f"--checkpoint {folder}: not a folder")
     if not resume:
@@ -124,11 +124,8 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
         return
     if not Path(folder).is_dir():
         raise InputError(f"--checkpoint {folder} --resume: no such folder")
-    newest = checkpoint.latest(folder)
-    if newest is None:
-        broken = sorted(path.name for path in Path(folder).glob("step-*"))
-        found = f"none of {', '.join(broken)} is whole" if broken else "it holds no checkpoint"
-        raise InputError(f"--checkpoint {folder} --resume: {found}")
+    with warnings.catch_warnings(action="ignore"):  # rank 0 says what it skips
+        newest = checkpoint.latest(folder)
     shown = checkpoint.show(newest)
     if shown["step"] > settings.steps:
         raise InputError(
@@ -152,13 +149,17 @@ def _check_outputs(metrics: str | None, trace: str | None) -> None:
         raise InputError(f"--trace {trace}: no such folder: {Path(trace).resolve().parent}")
 
 
+def _is_mapped(settings: Any) -> bool:
+    return str(settings.data.source).endswith(".npy")
+
+
 def _read_documents(settings: Any) -> Any:
     """Read the documents once; the ranks get them ready."""
     from dcp import data
 
     source, length, long = settings.data.source, settings.data.max_length, settings.data.long
     documents: Any
-    if source.endswith(".npy"):
+    if _is_mapped(settings):
         documents = data.TokenFiles(source, max_length=length, long=long)
     else:
         documents = data.TextFiles(source, max_length=length, long=long)
@@ -176,12 +177,13 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     import dcp
     from dcp import _dcp
 
+    log_to_stderr()
     settings = job.settings
     if settings.memory is not None:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
     loader = dcp.Loader(
-        job.documents,
+        job.documents if job.documents is not None else _read_documents(settings),
         world,
         dcp.CostModel.for_model(config),
         tokens_per_step=settings.tokens_per_step,
@@ -223,7 +225,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     }
 
 
-def _run(job: Job, json_to: str | None) -> dict[str, Any]:
+def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
     """Launch the ranks, show their progress, return the document."""
     import dcp
     from dcp.cli.progress import closing_table, progress
@@ -232,7 +234,7 @@ def _run(job: Job, json_to: str | None) -> dict[str, Any]:
     config = settings.transformer()
     parameter_count = config.parameter_count()
     steps: list[dict[str, Any]] = []
-    with progress(settings, parameter_count, job.documents) as show:
+    with progress(settings, parameter_count, documents) as show:
 
         def on_event(event: dict[str, Any]) -> None:
             if event["kind"] == "step":

@@ -55,6 +55,9 @@ HEADER_LAYER = {
     "control": "control",
 }
 
+# Files of shard/ that may use comm and kernels: the distributed buffer and what serves it alone.
+DBUFFER = ("dbuffer", "exact_sum")
+
 # Folder -> what it may include, itself and base aside.
 MAY_INCLUDE: dict[str, set[str]] = {
     "base": set(),
@@ -77,8 +80,7 @@ def layer_of(path: Path) -> str:
         if path.stem not in HEADER_LAYER:
             pytest.fail(f"{path.name}: add its layer to HEADER_LAYER in {Path(__file__).name}")
         return HEADER_LAYER[path.stem]
-    # DBuffer lives in shard/ and is the one part of it that may use comm and kernels
-    return "dbuffer" if folder == "shard" and "dbuffer" in path.stem else folder
+    return "dbuffer" if folder == "shard" and path.stem.startswith(DBUFFER) else folder
 
 
 def includes(path: Path) -> list[tuple[int, str]]:

@@ -111,7 +111,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.setattr(checkpoint, "save", save)
     monkeypatch.setattr(checkpoint, "load", load)
-    monkeypatch.setattr(checkpoint, "latest", lambda path: max(saved, default=None))
+    monkeypatch.setattr(checkpoint, "latest", lambda path: max(saved))
     return SimpleNamespace(path=tmp_path / "run", saved=saved)
 
 
@@ -186,9 +186,9 @@ def test_resuming_a_finished_run_does_nothing_and_says_the_loss(folder: Any) -> 
     assert report.steps == [] and model.calls == [] and report.eval_loss is not None
 
 
-def test_resume_without_a_checkpoint(folder: Any) -> None:
-    with pytest.raises(dcp.ArgumentError, match="holds no checkpoint"):
-        Trainer(FakeModel(), ADAMW, FakeLoader(), checkpoint=folder.path, resume=True)
+def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(dcp.FileError, match="holds no checkpoint"):
+        Trainer(FakeModel(), ADAMW, FakeLoader(), checkpoint=tmp_path, resume=True)
 
 
 def test_metrics_of_steps_that_run_again_are_dropped(folder: Any) -> None:

@@ -6,10 +6,13 @@
  * fail on all ranks with ERR_MISMATCH and a message that shows both sides. A dead rank
  * gives ERR_PEER (rank and process id named), a rank that does not come ERR_TIMEOUT
  * (who is missing, operation, sequence number), an abort ERR_ABORTED with the aborter's
- * message. After any of these the communicator is broken: every later call returns the
- * same error at once. Sums are fp32 (fp64 for fp64, wrapping integers), in rank order:
- * every rank gets bitwise the same. Counts and offsets are 64-bit elements. Waits block
- * (futex), so more ranks than cores work well. One thread per communicator.
+ * message. After any of these the whole run is broken: every later call on it and on
+ * every communicator split from it returns the same error at once. Where one rank alone
+ * lacks memory (split, window_create) all ranks get its error and may go on. A wrong
+ * argument (ERR_ARG) is found before peers are told: the rank may call again, rightly.
+ * Sums are fp32 (fp64 for fp64, wrapping integers), in rank order: every rank gets
+ * bitwise the same. Counts and offsets are 64-bit elements. Waits block (futex), so
+ * more ranks than cores work well. One thread per communicator.
  */
 #ifndef DCP_COMM_H
 #define DCP_COMM_H
@@ -17,6 +20,7 @@
 #include "dcp/dtype.h"
 #include "dcp/status.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -32,7 +36,12 @@ typedef struct dcp_comm_options {
                            same one meet */
     int64_t timeout_ns; /* deadline of every wait on a peer; <= 0: 600 s */
     int64_t join_timeout_ns; /* deadline of the rendezvous; <= 0: 60 s */
+    const char *folder;      /* where ranks meet; NULL: /dev/shm */
 } dcp_comm_options_t;
+
+/* Called about every 50 ms by a thread that waits for a peer; true makes its call fail
+ * with ERR_INTERRUPT and all others' with ERR_ABORTED. NULL: none. One a process. */
+void dcp_comm_set_interrupt(bool (*poll)(void));
 
 /* One rank: no other process is involved. */
 dcp_status_t dcp_comm_create_self(dcp_comm_t **comm_p);
@@ -80,6 +89,8 @@ dcp_status_t dcp_comm_send(dcp_comm_t *comm, const void *data, int64_t bytes,
                            int32_t to);
 dcp_status_t dcp_comm_recv(dcp_comm_t *comm, void *data, int64_t bytes, int32_t from);
 dcp_status_t dcp_comm_group_end(dcp_comm_t *comm);
+/* Closes an open group and forgets its messages: for a caller that failed in between. */
+void dcp_comm_group_cancel(dcp_comm_t *comm);
 
 /* Ranks of equal color (>= 0) form a communicator, ordered by (key, rank). color -1:
  * none, *new_p = NULL. Collective over comm. */

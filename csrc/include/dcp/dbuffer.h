@@ -30,7 +30,7 @@ typedef struct dcp_dbuffer dcp_dbuffer_t;
 
 typedef struct dcp_dbuffer_tensor {
     int64_t row_count; /* rows: leading dimensions flattened; 1-D tensor of n: n rows of
-                          width 1 */
+                          width 1, which may be cut anywhere */
     int64_t row_width; /* elements of a row */
     int32_t group;     /* groups are numbered 0 .. in order of first use */
 } dcp_dbuffer_tensor_t;
@@ -64,7 +64,8 @@ typedef enum dcp_dbuffer_kind {
     DCP_DBUFFER_PRIVATE = 1
 } dcp_dbuffer_kind_t;
 
-/* Collective. Borrows comm and layout until destroyed. Zero-filled. */
+/* Collective. Borrows comm and layout until destroyed. Zero-filled. The layout is for
+ * as many ranks as comm has. */
 dcp_status_t dcp_dbuffer_create(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
                                 dcp_dbuffer_kind_t kind, dcp_dbuffer_t **buffer_p);
 void dcp_dbuffer_destroy(dcp_dbuffer_t *buffer);
@@ -83,8 +84,12 @@ typedef struct dcp_exact_sum {
                                        last word: count of non-finite */
 } dcp_exact_sum_t;
 void dcp_exact_sum_init(dcp_exact_sum_t *sum);
-void dcp_exact_sum_add(dcp_exact_sum_t *sum, double x); /* x >= 0 or not finite */
+/* x >= 0; one that is negative or not finite makes the value NaN. */
+void dcp_exact_sum_add(dcp_exact_sum_t *sum, double x);
 void dcp_exact_sum_merge(dcp_exact_sum_t *sum, const dcp_exact_sum_t *other);
+/* Resolves pending carries: words then lie below 2^32, so that the words of up to 2^30
+ * sums may be added as integers, over ranks for example. */
+void dcp_exact_sum_normalise(dcp_exact_sum_t *sum);
 double dcp_exact_sum_value(
     const dcp_exact_sum_t *sum); /* nearest double; NaN if any was not finite */
 /* Norm of all ranks' shards of `buffer`: collective, the same bits on every rank and in

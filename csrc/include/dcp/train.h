@@ -1,0 +1,106 @@
+/* A model whose parameters, gradients and optimizer state are sharded over ranks, and
+ * the execution of one optimizer step over it.
+ *
+ * One step, on every rank (the numbers are those of step.c):
+ *   1 agree      step number and plan hash are the same everywhere, or ERR_MISMATCH on
+ * all 2 compute    this rank's micro-batches, any number of them: gradients add up
+ * locally 3 exchange   losses and times; nobody computes any more 4 reduce     each
+ * rank sums its shard over all ranks, in rank order 5 norm       the true global norm,
+ * the same bits in every world 6 update     AdamW on the shard, written to the weights
+ * that all ranks read 7 publish    a barrier
+ */
+#ifndef DCP_TRAIN_H
+#define DCP_TRAIN_H
+
+#include "dcp/comm.h"
+#include "dcp/dbuffer.h"
+#include "dcp/model.h"
+#include "dcp/status.h"
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dcp_sharded dcp_sharded_t;
+
+typedef struct dcp_sharded_options {
+    int64_t block_rows;    /* rows that stay on one rank, >= 1 */
+    uint64_t seed;         /* of the initial weights */
+    int32_t initialise;    /* 0: weights stay zero, the caller fills them */
+    int32_t forward_only;  /* 1: no gradients and no optimizer state */
+    const uint8_t *frozen; /* [tensor count] 1: not trained; NULL: none; copied */
+} dcp_sharded_options_t;
+
+/* What dcp_sharded_buffer returns. */
+typedef enum dcp_sharded_kind {
+    DCP_SHARDED_WEIGHTS = 0,
+    DCP_SHARDED_GRADIENTS = 1,
+    DCP_SHARDED_ADAMW_M = 2,
+    DCP_SHARDED_ADAMW_V = 3,
+} dcp_sharded_kind_t;
+
+typedef struct dcp_step_args {
+    const dcp_batch_t *batches; /* this rank's micro-batches; borrowed for the call */
+    int64_t batch_count;
+    int64_t step;            /* from 0; Adam's t is update_count + 1 */
+    int64_t update_count;    /* updates done so far (skipped steps do not count) */
+    int64_t trainable_count; /* tokens of all ranks that are trained on; 0: no update */
+    uint64_t plan_hash;      /* must agree */
+    double clip;             /* greatest norm; <= 0: no clipping */
+    double lr, beta1, beta2, eps, weight_decay; /* decay on tensors of 2 dimensions */
+    int32_t skip_nonfinite; /* 1: a step whose loss or norm is not finite changes
+                               nothing; 0: ERR_NUMERIC */
+} dcp_step_args_t;
+
+typedef struct dcp_step_result {
+    double loss;      /* sum over ranks, in rank order */
+    double grad_norm; /* before clipping */
+    int64_t wall_ns;  /* of the call on this rank */
+    int32_t skipped;  /* nothing was changed */
+} dcp_step_result_t;
+
+/* Collective. Borrows comm, device and pool until destroyed. */
+dcp_status_t dcp_sharded_create(dcp_comm_t *comm,
+                                const dcp_transformer1d_config_t *config,
+                                const dcp_device_ops_t *device, dcp_pool_t *pool,
+                                const dcp_sharded_options_t *options,
+                                dcp_sharded_t **sharded_p);
+void dcp_sharded_destroy(dcp_sharded_t *sharded);
+
+/* Collective: steps 1 to 7. busy_ns [ranks] gets each rank's time in step 2. A failure
+ * on one rank aborts the communicator, so that all fail. */
+dcp_status_t dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                              int64_t *busy_ns, dcp_step_result_t *result_p);
+
+/* Collective: steps 1 to 4. This rank's slices of the gradient buffer hold the sum
+ * afterwards. */
+dcp_status_t dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                                   int64_t *busy_ns, double *loss_p);
+
+/* Collective: forward only; *loss_p is the sum over ranks, in rank order. */
+dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_batch_t *batches,
+                                  int64_t batch_count, double *loss_p);
+
+/* Logits of one batch on this rank alone; not collective. */
+dcp_status_t dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch,
+                                float *logits);
+
+/* The weights were written from outside: collective, publishes them. */
+dcp_status_t dcp_sharded_publish(dcp_sharded_t *sharded);
+
+/* NULL where options.forward_only left it out. */
+const dcp_dbuffer_t *dcp_sharded_buffer(const dcp_sharded_t *sharded,
+                                        dcp_sharded_kind_t kind);
+const dcp_dbuffer_layout_t *dcp_sharded_layout(const dcp_sharded_t *sharded);
+int64_t dcp_sharded_tensor_count(const dcp_sharded_t *sharded);
+const dcp_model_tensor_t *dcp_sharded_tensor(const dcp_sharded_t *sharded,
+                                             int64_t index);
+int32_t dcp_sharded_is_frozen(const dcp_sharded_t *sharded, int64_t index);
+dcp_comm_t *dcp_sharded_comm(const dcp_sharded_t *sharded);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

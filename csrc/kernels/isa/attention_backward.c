@@ -1,0 +1,367 @@
+/* Attention backward of one sequence, key-value head and segment of keys.
+ *
+ *   P = exp(scale Q K^T - lse)   dP = dO V^T   dS = P (dP - delta),  delta = rowsum(dO
+ * O) dV = P^T dO                  dK = scale dS^T Q           dQ = scale dS K
+ *
+ * Query rows are taken in blocks of BLOCK; a block is packed once (queries and dO
+ * transposed into panels for the first two products, copied for the next two) while all
+ * keys of the segment pass over it, MR at a time. Everything is computed as its
+ * transpose, key rows by query columns, so that -lse and -delta are vectors at which
+ * the accumulators start, and P^T and dS^T are the row operands of the next products.
+ * dS^T of KEY_BLOCK keys waits for the product with the keys, which reads it by
+ * columns.
+ *
+ * dK and dV collect in scratch over the blocks and heads; the first block that sees a
+ * key starts from 0, the last one writes the result out. dQ of a block collects over
+ * the segment and is then stored, or added to what other segments gave: always in the
+ * order of the segments, so that segments may be computed apart and summed later with
+ * the same bits.
+ *
+ * Cost a query row and key: 5 * dim multiply-adds, the exponential, 2 operations.
+ */
+#include "attention_tile.h"
+
+#define BLOCK ATTENTION_QUERY_BLOCK
+#define KEY_BLOCK ATTENTION_KEY_BLOCK
+
+typedef struct backward {
+    const attention_gradient_view_t *view;
+    int64_t dim, width, block; /* as in the forward pass */
+    int64_t first_key, end_key;
+    float *queries_t, *dout_t; /* [BLOCK / PANEL][dim][PANEL]; queries times scale */
+    float *queries, *dout;     /* [BLOCK][width] */
+    float *minus_lse, *minus_delta; /* [BLOCK] */
+    float *weights;                 /* P^T [MR][BLOCK] */
+    float *score_gradients;         /* dS^T [KEY_BLOCK][BLOCK] */
+    float *dq;                      /* [BLOCK][width] */
+    float *keys;                    /* [segment][width] */
+    float *values_padded;           /* [MR][dim], when fewer than MR are left */
+    float *dk, *dv;                 /* [segment][width] */
+    /* the block at hand */
+    int64_t head, row, row_count;
+} backward_t;
+
+static void
+layout(backward_t *b, arena_t *arena, int64_t key_count, int64_t dim)
+{
+    int64_t keys = round_up(key_count, MR);
+    b->dim = dim;
+    b->width = round_up(dim, VF);
+    b->block = block_vectors(b->width / VF);
+    b->queries_t = arena_floats(arena, BLOCK * dim);
+    b->dout_t = arena_floats(arena, BLOCK * dim);
+    b->queries = arena_floats(arena, BLOCK * b->width);
+    b->dout = arena_floats(arena, BLOCK * b->width);
+    b->minus_lse = arena_floats(arena, BLOCK);
+    b->minus_delta = arena_floats(arena, BLOCK);
+    b->weights = arena_floats(arena, MR * BLOCK);
+    /* the last group of query rows reads a little past the last key's row */
+    b->score_gradients = arena_floats(arena, KEY_BLOCK * BLOCK + 16);
+    b->dq = arena_floats(arena, round_up(BLOCK, MR) * b->width);
+    b->keys = arena_floats(arena, keys * b->width);
+    b->values_padded = arena_floats(arena, MR * dim);
+    b->dk = arena_floats(arena, keys * b->width);
+    b->dv = arena_floats(arena, keys * b->width);
+}
+
+static int64_t
+backward_bytes(int64_t key_count, int64_t head_dim)
+{
+    backward_t b;
+    arena_t arena = {NULL, 0};
+    layout(&b, &arena, key_count, head_dim);
+    return arena.used_bytes;
+}
+
+/* Packs the query block. Columns beyond its rows: operands 0, lse so large that weights
+ * are 0. */
+static void
+pack_block(const backward_t *b)
+{
+    const attention_gradient_view_t *view = b->view;
+    const attention_view_t *fwd = &view->forward;
+    int64_t shift = b->head * b->dim;
+    const float *q = fwd->q + b->row * fwd->q_stride + shift;
+    const float *dout = view->dout + b->row * view->dout_stride + shift;
+    const float *out = fwd->out + b->row * fwd->out_stride + shift;
+    const float *lse = fwd->lse + b->head * fwd->lse_stride + b->row;
+    pack_transposed(b->queries_t, q, fwd->q_stride, b->row_count, b->dim, fwd->scale);
+    pack_transposed(b->dout_t, dout, view->dout_stride, b->row_count, b->dim, 1.0f);
+    pack_rows(b->queries, b->width, q, fwd->q_stride, b->row_count, b->dim);
+    pack_rows(b->dout, b->width, dout, view->dout_stride, b->row_count, b->dim);
+    for (int64_t i = 0; i < BLOCK; i++) {
+        if (i >= b->row_count) {
+            b->minus_lse[i] = -1000.0f;
+            b->minus_delta[i] = 0.0f;
+            continue;
+        }
+        vf sum = {0};
+        int64_t d = 0;
+        for (; d + VF <= b->dim; d += VF) {
+            sum = vf_fma(vf_load(b->dout + i * b->width + d),
+                         vf_load(out + i * fwd->out_stride + d), sum);
+        }
+        if (d < b->dim) {
+            sum = vf_fma(vf_load(b->dout + i * b->width + d),
+                         vf_load_part(out + i * fwd->out_stride + d, b->dim - d), sum);
+        }
+        b->minus_lse[i] = -lse[i];
+        b->minus_delta[i] = -vf_sum(sum);
+    }
+}
+
+/* P^T and dS^T of MR keys and nv vectors of query columns. Row r of the tile may use
+ * columns from `unseen` + r * step on. */
+INLINE void
+score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t unseen,
+              const float *keys, int64_t key_stride, const float *values,
+              int64_t value_stride, float *gradients)
+{
+    int64_t start = column / PANEL * PANEL * b->dim + column % PANEL;
+    vf s[MR][NV];
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        UNROLL for (int v = 0; v < nv; v++)
+        {
+            s[r][v] = vf_load(b->minus_lse + column + v * VF);
+        }
+    }
+    product(s, nv, keys, key_stride, 1, b->queries_t + start, PANEL, b->dim);
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        UNROLL for (int v = 0; v < nv; v++)
+        {
+            vf p = exp2_tile(s[r][v] * LOG2_E);
+            if (masked) {
+                p = mask_select(mask_below(unseen + r - column - v * VF), (vf){0}, p);
+            }
+            vf_store(b->weights + r * BLOCK + column + v * VF, p);
+        }
+    }
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        UNROLL for (int v = 0; v < nv; v++)
+        {
+            s[r][v] = vf_load(b->minus_delta + column + v * VF);
+        }
+    }
+    product(s, nv, values, value_stride, 1, b->dout_t + start, PANEL, b->dim);
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        UNROLL for (int v = 0; v < nv; v++)
+        {
+            vf p = vf_load(b->weights + r * BLOCK + column + v * VF);
+            vf_store(gradients + r * BLOCK + column + v * VF, p * s[r][v]);
+        }
+    }
+}
+
+/* Adds a product to MR rows of dk or dv, or, when `out` is there, writes the sum times
+ * factor to row_count rows of it. */
+INLINE void
+collect(const backward_t *b, int nv, int64_t d, const float *a, const float *x,
+        int64_t count, int start, float *sums, float *out, int64_t out_stride,
+        int64_t row_count, float factor)
+{
+    vf c[MR][NV];
+    if (start) {
+        tile_zero(c, nv);
+    } else {
+        tile_load(c, nv, sums + d, b->width);
+    }
+    product(c, nv, a, BLOCK, 1, x + d, b->width, count);
+    if (out == NULL) {
+        tile_store(c, nv, sums + d, b->width);
+        return;
+    }
+    vf scale = vf_set(factor);
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        if (r < row_count) {
+            UNROLL for (int v = 0; v < nv; v++)
+            {
+                float *to = out + r * out_stride + d + v * VF;
+                int64_t rest = b->dim - d - v * VF;
+                if (rest >= VF) {
+                    vf_store(to, c[r][v] * scale);
+                } else {
+                    vf_store_part(to, c[r][v] * scale, rest);
+                }
+            }
+        }
+    }
+}
+
+/* The keys of one register tile against the query block. */
+static void
+pass_keys(const backward_t *b, int64_t key, int64_t key_count, float *gradients,
+          int first, int last)
+{
+    const attention_gradient_view_t *view = b->view;
+    const attention_view_t *fwd = &view->forward;
+    const float *values = fwd->v + key * fwd->v_stride;
+    int64_t value_stride = fwd->v_stride;
+    if (key_count < MR) {
+        memset(b->values_padded, 0, (size_t)(MR * b->dim) * sizeof(float));
+        for (int64_t r = 0; r < key_count; r++) {
+            memcpy(b->values_padded + r * b->dim, values + r * value_stride,
+                   (size_t)b->dim * sizeof(float));
+        }
+        values = b->values_padded;
+        value_stride = b->dim;
+    }
+    const float *keys = b->keys + (key - b->first_key) * b->width;
+    /* first query column that sees the first key; a later key is seen a column later */
+    int64_t unseen =
+        fwd->causal ? key + fwd->query_count - fwd->key_count - b->row : -BLOCK;
+    int64_t start = max_i64(unseen, 0);
+    int64_t end = b->row_count;
+    int64_t column = start / VF * VF;
+    for (int64_t r = 0; r < MR; r++) {
+        for (int64_t c = 0; c < column; c += VF) {
+            vf_store(gradients + r * BLOCK + c, (vf){0});
+        }
+    }
+    while (column < end) {
+        int64_t count =
+            min_i64(round_up(column + 1, PANEL), round_up(end, VF)) - column;
+        int64_t nv = count / VF;
+        if (nv == NV && unseen + MR - 1 <= column) {
+            score_columns(b, NV, 0, column, unseen, keys, b->width, values,
+                          value_stride, gradients);
+        } else {
+#define CALL(n)                                                                  \
+    score_columns(b, n, 1, column, unseen, keys, b->width, values, value_stride, \
+                  gradients)
+            SWITCH_VECTORS(nv, CALL)
+#undef CALL
+        }
+        column += count;
+    }
+    int64_t slot = (key - b->first_key) * b->width;
+    float *dk_out = last ? view->dk + key * view->dk_stride : NULL;
+    float *dv_out = last ? view->dv + key * view->dv_stride : NULL;
+    int64_t vectors = b->width / VF;
+    for (int64_t v = 0; v < vectors; v += b->block) {
+        int64_t nv = min_i64(b->block, vectors - v);
+        int64_t rows = start * b->width;
+#define CALL(n)                                                                    \
+    collect(b, n, v *VF, b->weights + start, b->dout + rows, end - start, first,   \
+            b->dv + slot, dv_out, view->dv_stride, key_count, 1.0f);               \
+    collect(b, n, v *VF, gradients + start, b->queries + rows, end - start, first, \
+            b->dk + slot, dk_out, view->dk_stride, key_count, fwd->scale)
+        SWITCH_VECTORS(nv, CALL)
+#undef CALL
+    }
+}
+
+/* dq of MR query rows += dS of `count` keys times the keys. */
+INLINE void
+collect_dq(const backward_t *b, int nv, int64_t d, int64_t row, int64_t key,
+           int64_t count, int start)
+{
+    vf c[MR][NV];
+    float *dq = b->dq + row * b->width + d;
+    if (start) {
+        tile_zero(c, nv);
+    } else {
+        tile_load(c, nv, dq, b->width);
+    }
+    product(c, nv, b->score_gradients + row, 1, BLOCK,
+            b->keys + (key - b->first_key) * b->width + d, b->width, count);
+    tile_store(c, nv, dq, b->width);
+}
+
+static void
+pass_dq(const backward_t *b, int64_t key, int64_t key_count)
+{
+    const attention_view_t *fwd = &b->view->forward;
+    int64_t vectors = b->width / VF;
+    for (int64_t row = 0; row < b->row_count; row += MR) {
+        int64_t last = min_i64(row + MR, b->row_count) - 1;
+        int64_t seen = attention_visible(fwd, b->row + last) - key;
+        int64_t count = min_i64(key_count, seen);
+        if (count <= 0) {
+            continue;
+        }
+        for (int64_t v = 0; v < vectors; v += b->block) {
+            int64_t nv = min_i64(b->block, vectors - v);
+            int start = key == b->first_key;
+#define CALL(n) collect_dq(b, n, v *VF, row, key, count, start)
+            SWITCH_VECTORS(nv, CALL)
+#undef CALL
+        }
+    }
+}
+
+static void
+write_dq(const backward_t *b, int32_t store)
+{
+    const attention_gradient_view_t *view = b->view;
+    vf scale = vf_set(view->forward.scale);
+    for (int64_t r = 0; r < b->row_count; r++) {
+        if (attention_visible(&view->forward, b->row + r) <= b->first_key) {
+            continue; /* sees nothing of this segment */
+        }
+        const float *from = b->dq + r * b->width;
+        float *to = view->dq + (b->row + r - view->dq_first) * view->dq_stride
+                    + b->head * view->dq_head_stride;
+        for (int64_t d = 0; d < b->dim; d += VF) {
+            int64_t count = min_i64(VF, b->dim - d);
+            vf x = vf_load(from + d) * scale;
+            if (!store) {
+                x += vf_load_part(to + d, count);
+            }
+            vf_store_part(to + d, x, count);
+        }
+    }
+}
+
+static void
+pass_block(const backward_t *b, int first_head, int last_head)
+{
+    const attention_view_t *fwd = &b->view->forward;
+    int64_t seen = attention_visible(fwd, b->row + b->row_count - 1);
+    int64_t end = min_i64(b->end_key, seen);
+    int last_block = b->row + b->row_count == fwd->query_count;
+    for (int64_t key = b->first_key; key < end; key += KEY_BLOCK) {
+        int64_t key_count = min_i64(KEY_BLOCK, end - key);
+        for (int64_t i = 0; i < key_count; i += MR) {
+            int64_t first_row = attention_first_row(fwd, key + i);
+            pass_keys(b, key + i, min_i64(MR, b->end_key - key - i),
+                      b->score_gradients + i * BLOCK, first_head && first_row >= b->row,
+                      last_head && last_block);
+        }
+        pass_dq(b, key, key_count);
+    }
+}
+
+static void
+backward(const attention_gradient_view_t *view, int64_t first, int64_t end,
+         int32_t store, void *scratch)
+{
+    const attention_view_t *fwd = &view->forward;
+    backward_t b = {.view = view, .first_key = first, .end_key = end};
+    arena_t arena = {scratch, 0};
+    layout(&b, &arena, end - first, fwd->head_dim);
+    pack_rows(b.keys, b.width, fwd->k + first * fwd->k_stride, fwd->k_stride,
+              end - first, fwd->head_dim);
+    int64_t padded = round_up(end - first, MR) - (end - first);
+    memset(b.keys + (end - first) * b.width, 0,
+           (size_t)(padded * b.width) * sizeof(float));
+    int64_t start = attention_first_row(fwd, first);
+    for (b.head = 0; b.head < fwd->group_size; b.head++) {
+        for (b.row = start; b.row < fwd->query_count; b.row += BLOCK) {
+            b.row_count = min_i64(BLOCK, fwd->query_count - b.row);
+            pack_block(&b);
+            pass_block(&b, b.head == 0, b.head == fwd->group_size - 1);
+            write_dq(&b, store);
+        }
+    }
+}
+
+extern const attention_backward_ops_t ISA_NAME(attention_backward_ops);
+const attention_backward_ops_t ISA_NAME(attention_backward_ops) = {
+    .scratch_bytes = backward_bytes,
+    .run = backward,
+};

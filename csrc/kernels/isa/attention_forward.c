@@ -1,0 +1,443 @@
+/* Attention forward: softmax(scale * Q K^T) V of one sequence and key-value head.
+ *
+ * Keys are taken in tiles of TILE_KEYS. A tile is packed once (keys transposed into
+ * panels, values copied) and stays in the first cache while every group of MR query
+ * rows passes over it: scores of MR x PANEL in registers, the exponential there too,
+ * then the product with the values added to the group's rows of the result, which wait
+ * in scratch between tiles.
+ *
+ * Online softmax with a lazy reference: the exponent is s - m, where m is the largest
+ * score of the row's first panel. Accumulators start at -m. Only when a later score is
+ * more than HEADROOM (in powers of two) above m, m is raised and the row's results so
+ * far are scaled down: sums stay far from overflow, and in practice nothing is ever
+ * rescaled. Scores are compared before scaling, and masked by index, so that no real
+ * score is mistaken for a masked one, however low.
+ *
+ * Cost a row and key: 2 * dim multiply-adds, 7 operations of the same pipes for the
+ * exponential, 1 for the maximum. Masked work: to a multiple of VF keys for scores,
+ * none for values.
+ */
+#include "attention_tile.h"
+
+#if defined(__AVX512F__)
+#define TILE_KEYS 64
+#else
+#define TILE_KEYS 128
+#endif
+#define HEADROOM 32.0f
+
+/* What a group of MR rows keeps between tiles. */
+enum { STATE_EXTRA = MR * VF + 16 };
+
+typedef struct forward {
+    const attention_view_t *view;
+    int64_t width;       /* of a row of values and results: dim in whole vectors */
+    int64_t block;       /* vectors of a block of it */
+    float factor;        /* |scale| * log2(e); the sign of scale went into the keys */
+    float limit;         /* HEADROOM / factor */
+    int64_t state_count; /* floats of a group's state */
+    float *keys;         /* [TILE_KEYS / PANEL][dim][PANEL] */
+    float *values;       /* [TILE_KEYS][width] */
+    float *weights;      /* [MR][TILE_KEYS], exponentials of the current tile */
+    float *padded;       /* [MR][dim], query rows of a group that is not full */
+    float *states;       /* [head][group of rows][state_count] */
+} forward_t;
+
+/* State: results [MR][width], lane-wise sums [MR][VF], references [MR]. */
+typedef struct group {
+    float *result, *sum, *reference;
+    const float *q;
+    int64_t q_stride;
+    int64_t row, row_count; /* first row, rows of the group */
+    int64_t head;
+} group_t;
+
+static void
+layout(forward_t *f, arena_t *arena, int64_t row_count, int64_t group_size, int64_t dim)
+{
+    f->width = round_up(dim, VF);
+    f->block = block_vectors(f->width / VF);
+    f->state_count = round_up(MR * f->width + STATE_EXTRA, 16);
+    f->keys = arena_floats(arena, TILE_KEYS * dim);
+    f->values = arena_floats(arena, TILE_KEYS * f->width);
+    f->weights = arena_floats(arena, MR * TILE_KEYS);
+    f->padded = arena_floats(arena, MR * dim);
+    int64_t groups = (row_count + MR - 1) / MR * group_size;
+    f->states = arena_floats(arena, groups * f->state_count);
+}
+
+static int64_t
+forward_bytes(int64_t row_count, int64_t group_size, int64_t head_dim)
+{
+    forward_t f;
+    arena_t arena = {NULL, 0};
+    layout(&f, &arena, row_count, group_size, head_dim);
+    return arena.used_bytes;
+}
+
+/* Raises the references of a group so that no weight of columns `column` ..
+ * `column` + `count` - 1 is above its reference; scales what is there already: earlier
+ * weights of the tile, sums, and, unless it is the first tile, results. */
+NOINLINE void
+raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t count,
+                int first_tile)
+{
+    for (int r = 0; r < MR; r++) {
+        float *row = f->weights + r * TILE_KEYS;
+        vf top = vf_set(-INFINITY);
+        for (int64_t c = column; c < column + count; c += VF) {
+            top = vf_max(vf_load(row + c), top);
+        }
+        float raise = vf_max_across(top);
+        if (!(raise > 0.0f)) {
+            continue;
+        }
+        g->reference[r] += raise;
+        vf shrink = exp2_tile(vf_set(-raise * f->factor));
+        vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
+        for (int64_t c = 0; c < column; c += VF) {
+            vf_store(row + c, vf_load(row + c) * shrink);
+        }
+        for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
+            float *x = g->result + r * f->width + d;
+            vf_store(x, vf_load(x) * shrink);
+        }
+        for (int64_t c = column; c < column + count; c += VF) {
+            vf_store(row + c, vf_load(row + c) - vf_set(raise));
+        }
+    }
+}
+
+/* Weights 2^(factor * (s - m)) of the group and one panel, nv vectors of it, and their
+ * sums. seen: keys of the panel that row 0 sees; each row sees `step` more than the one
+ * before. */
+INLINE void
+weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t column,
+            int64_t seen, int64_t step, int first_tile)
+{
+    int first_panel = first_tile && column == 0;
+    vf s[MR][NV];
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        vf start = first_panel ? (vf){0} : vf_set(-g->reference[r]);
+        UNROLL for (int v = 0; v < nv; v++)
+        {
+            s[r][v] = start;
+        }
+    }
+    int64_t dim = f->view->head_dim;
+    product(s, nv, g->q, g->q_stride, 1, f->keys + column * dim, PANEL, dim);
+    if (first_panel) {
+        UNROLL for (int r = 0; r < MR; r++)
+        {
+            float reference = s[r][0][0];
+            g->reference[r] = reference;
+            vf_store(g->sum + r * VF, (vf){0});
+            UNROLL for (int v = 0; v < nv; v++)
+            {
+                s[r][v] -= vf_set(reference);
+            }
+        }
+    }
+    vi top = {0};
+    UNROLL for (int v = 0; v < nv; v++)
+    {
+        UNROLL for (int r = 0; r < MR; r++)
+        {
+            if (masked) {
+                s[r][v] = mask_select(mask_below(seen + r * step - v * VF), s[r][v],
+                                      vf_set(-INFINITY));
+            }
+            top = vi_max((vi)s[r][v], top);
+        }
+    }
+    float *weights = f->weights + column;
+    if (__builtin_expect(any_greater((vf)top, vf_set(f->limit)), 0)) {
+        tile_store(s, nv, weights, TILE_KEYS);
+        raise_reference(f, g, column, nv * VF, first_tile);
+        tile_load(s, nv, weights, TILE_KEYS);
+    }
+    vf factor = vf_set(f->factor);
+    vf sum[MR];
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        sum[r] = vf_load(g->sum + r * VF);
+    }
+    UNROLL for (int v = 0; v < nv; v++)
+    {
+        UNROLL for (int r = 0; r < MR; r++)
+        {
+            vf p = exp2_tile(s[r][v] * factor);
+            if (masked) {
+                p = mask_select(mask_below(seen + r * step - v * VF), p, (vf){0});
+            }
+            vf_store(weights + r * TILE_KEYS + v * VF, p);
+            sum[r] += p;
+        }
+    }
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        vf_store(g->sum + r * VF, sum[r]);
+    }
+}
+
+#define WEIGH(name, n, masked)                                               \
+    NOINLINE void name(const forward_t *f, const group_t *g, int64_t column, \
+                       int64_t seen, int64_t step, int first_tile)           \
+    {                                                                        \
+        weigh_panel(f, g, n, masked, column, seen, step, first_tile);        \
+    }
+WEIGH(weigh_whole, NV, 0)
+WEIGH(weigh_1, 1, 1)
+WEIGH(weigh_2, 2, 1)
+#if NV == 4
+WEIGH(weigh_3, 3, 1)
+WEIGH(weigh_4, 4, 1)
+#endif
+
+static void
+weigh_tile(const forward_t *f, const group_t *g, int64_t key_count, int64_t seen,
+           int64_t step, int first_tile)
+{
+    int64_t end = min_i64(key_count, seen + (g->row_count - 1) * step);
+    for (int64_t column = 0; column < end; column += PANEL) {
+        int64_t count = min_i64(PANEL, end - column);
+        int64_t nv = (count + VF - 1) / VF;
+        int64_t panel_seen = min_i64(seen, key_count) - column;
+        int64_t panel_step = seen >= key_count ? 0 : step;
+        if (panel_seen >= PANEL) {
+            weigh_whole(f, g, column, 0, 0, first_tile);
+            continue;
+        }
+#define CALL(n) weigh_##n(f, g, column, panel_seen, panel_step, first_tile)
+        SWITCH_VECTORS(nv, CALL)
+#undef CALL
+    }
+}
+
+/* Adds weights x values to a block of the result's columns; after the last tile divides
+ * by the sums and writes the rows out. */
+INLINE void
+add_values(const forward_t *f, const group_t *g, int nv, int64_t d, int64_t count,
+           int first_tile, const float *inverse)
+{
+    vf o[MR][NV];
+    float *result = g->result + d;
+    if (first_tile) {
+        tile_zero(o, nv);
+    } else {
+        tile_load(o, nv, result, f->width);
+    }
+    product(o, nv, f->weights, TILE_KEYS, 1, f->values + d, f->width, count);
+    if (inverse == NULL) {
+        tile_store(o, nv, result, f->width);
+        return;
+    }
+    const attention_view_t *view = f->view;
+    float *out = view->out + g->row * view->out_stride + g->head * view->head_dim + d;
+    int64_t rest = view->head_dim - d;
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        if (r < g->row_count) {
+            vf scale = vf_set(inverse[r]);
+            UNROLL for (int v = 0; v < nv; v++)
+            {
+                vf x = o[r][v] * scale;
+                if (rest - v * VF >= VF) {
+                    vf_store(out + r * view->out_stride + v * VF, x);
+                } else {
+                    vf_store_part(out + r * view->out_stride + v * VF, x,
+                                  rest - v * VF);
+                }
+            }
+        }
+    }
+}
+
+#define ADD(name, n)                                                                   \
+    NOINLINE void name(const forward_t *f, const group_t *g, int64_t d, int64_t count, \
+                       int first_tile, const float *inverse)                           \
+    {                                                                                  \
+        add_values(f, g, n, d, count, first_tile, inverse);                            \
+    }
+ADD(add_values_1, 1)
+ADD(add_values_2, 2)
+#if NV == 4
+ADD(add_values_3, 3)
+ADD(add_values_4, 4)
+#endif
+
+/* offset + log(sum), in a form that keeps the digits where both are large and opposite
+ */
+static float
+log_sum(double offset, float sum)
+{
+    int exponent;
+    float mantissa = frexpf(sum, &exponent);
+    return (float)(offset + exponent * 0.69314718055994531 + (double)logf(mantissa));
+}
+
+/* Sums, log-sum-exp and 1 / sum of a group's rows; rows that see no key get 0 and
+ * -inf. */
+static void
+finish_sums(const forward_t *f, const group_t *g, float inverse[MR])
+{
+    const attention_view_t *view = f->view;
+    for (int64_t r = 0; r < MR; r++) {
+        inverse[r] = 0.0f;
+        if (r < g->row_count) {
+            int64_t row = g->row + r;
+            float lse = -INFINITY;
+            if (attention_visible(view, row) > 0) {
+                float sum = vf_sum(vf_load(g->sum + r * VF));
+                inverse[r] = 1.0f / sum;
+                lse = log_sum(fabs((double)view->scale) * (double)g->reference[r], sum);
+            }
+            view->lse[g->head * view->lse_stride + row] = lse;
+        }
+    }
+}
+
+static void
+clear_head_rows(const attention_view_t *view, int64_t head, int64_t first, int64_t end)
+{
+    for (int64_t row = first; row < end; row++) {
+        memset(view->out + row * view->out_stride + head * view->head_dim, 0,
+               (size_t)view->head_dim * sizeof(float));
+        view->lse[head * view->lse_stride + row] = -INFINITY;
+    }
+}
+
+static void
+pass_tile(const forward_t *f, const group_t *g, int64_t key, int64_t key_count)
+{
+    const attention_view_t *view = f->view;
+    int64_t step = view->causal ? 1 : 0;
+    int64_t seen = view->causal ? g->row + 1 + view->key_count - view->query_count - key
+                                : key_count;
+    int64_t seen_last = seen + (g->row_count - 1) * step;
+    int64_t count = min_i64(key_count, seen_last);
+    int first_tile = key == 0;
+    int last_tile =
+        seen_last <= TILE_KEYS && (view->causal || key + key_count == view->key_count);
+    weigh_tile(f, g, key_count, seen, step, first_tile);
+    float inverse[MR];
+    if (last_tile) {
+        finish_sums(f, g, inverse);
+    }
+    const float *finish = last_tile ? inverse : NULL;
+    int64_t vectors = f->width / VF;
+    for (int64_t v = 0; v < vectors; v += f->block) {
+        int64_t nv = min_i64(f->block, vectors - v);
+#define CALL(n) add_values_##n(f, g, v *VF, count, first_tile, finish)
+        SWITCH_VECTORS(nv, CALL)
+#undef CALL
+    }
+    if (last_tile && seen + key <= 0) {
+        /* rows without a key: 0 whatever the values are */
+        clear_head_rows(view, g->head, g->row, g->row + 1 - seen - key);
+    }
+}
+
+/* Rows of the range that come before its first group of MR rows: groups are counted
+ * from the sequence's end, so that, where masks are causal, the one that is not full
+ * sees fewest keys. */
+static int64_t
+lead_rows(const attention_view_t *view, int64_t first)
+{
+    return first == 0 ? view->query_count % MR : 0;
+}
+
+/* A group of fewer than MR rows: copied, so that tiles may read MR rows. */
+static void
+pad_queries(const forward_t *f, group_t *g)
+{
+    int64_t dim = f->view->head_dim;
+    for (int64_t r = 0; r < MR; r++) {
+        float *to = f->padded + r * dim;
+        if (r < g->row_count) {
+            memcpy(to, g->q + r * g->q_stride, (size_t)dim * sizeof(float));
+        } else {
+            memset(to, 0, (size_t)dim * sizeof(float));
+        }
+    }
+    g->q = f->padded;
+    g->q_stride = dim;
+}
+
+/* All groups of one head that see the tile. `start`: the first row that does, or one of
+ * its group. */
+static void
+pass_head(const forward_t *f, int64_t head, int64_t first, int64_t start, int64_t end,
+          int64_t key, int64_t key_count)
+{
+    const attention_view_t *view = f->view;
+    int64_t lead = lead_rows(view, first);
+    int64_t groups = (end - first + MR - 1) / MR;
+    int64_t index = start < first + lead ? 0 : (start - first - lead) / MR + (lead > 0);
+    int64_t row = index == 0 ? first : first + lead + (index - (lead > 0)) * MR;
+    float *state = f->states + (head * groups + index) * f->state_count;
+    while (row < end) {
+        group_t g = {
+            .result = state,
+            .sum = state + MR * f->width,
+            .reference = state + MR * f->width + MR * VF,
+            .q = view->q + row * view->q_stride + head * view->head_dim,
+            .q_stride = view->q_stride,
+            .row = row,
+            .row_count = row == first && lead > 0 ? lead : MR,
+            .head = head,
+        };
+        if (g.row_count < MR) {
+            pad_queries(f, &g);
+        }
+        pass_tile(f, &g, key, key_count);
+        row += g.row_count;
+        state += f->state_count;
+    }
+}
+
+static void
+clear_rows(const attention_view_t *view, int64_t first, int64_t end)
+{
+    for (int64_t head = 0; head < view->group_size; head++) {
+        clear_head_rows(view, head, first, end);
+    }
+}
+
+static void
+forward(const attention_view_t *view, int64_t first, int64_t end, void *scratch)
+{
+    if (view->key_count == 0) {
+        clear_rows(view, first, end);
+        return;
+    }
+    forward_t f = {.view = view};
+    arena_t arena = {scratch, 0};
+    layout(&f, &arena, end - first, view->group_size, view->head_dim);
+    f.factor = fabsf(view->scale) * LOG2_E;
+    f.limit = HEADROOM / f.factor;
+    float sign = view->scale < 0.0f ? -1.0f : 1.0f;
+
+    /* rows that see no key; whole groups of them are not visited again */
+    int64_t idle = max_i64(first, min_i64(attention_first_row(view, 0), end));
+    clear_rows(view, first, idle);
+    int64_t key_end = attention_visible(view, end - 1);
+    for (int64_t key = 0; key < key_end; key += TILE_KEYS) {
+        int64_t key_count = min_i64(TILE_KEYS, key_end - key);
+        pack_transposed(f.keys, view->k + key * view->k_stride, view->k_stride,
+                        key_count, view->head_dim, sign);
+        pack_rows(f.values, f.width, view->v + key * view->v_stride, view->v_stride,
+                  key_count, view->head_dim);
+        int64_t start = max_i64(attention_first_row(view, key), first);
+        for (int64_t head = 0; head < view->group_size; head++) {
+            pass_head(&f, head, first, start, end, key, key_count);
+        }
+    }
+}
+
+extern const attention_forward_ops_t ISA_NAME(attention_forward_ops);
+const attention_forward_ops_t ISA_NAME(attention_forward_ops) = {
+    .scratch_bytes = forward_bytes,
+    .run = forward,
+};

@@ -1,0 +1,226 @@
+/* Owns what one rank needs to train: the layout of the parameters over ranks, four
+ * DBuffers (weights, gradients, AdamW's two moments) and the model bound to views of
+ * them.
+ *
+ * Weights and moments are SHARED buffers: one copy on a machine, each rank writes its
+ * shard. Gradients are PRIVATE: every rank holds a full one (reduce = step, DESIGN 5),
+ * so memory on a machine is 4 bytes a parameter for weights, 8 for moments, and 4 a
+ * rank for gradients.
+ */
+#include "train_private.h"
+
+#include "dcp/alloc.h"
+
+static dcp_status_t
+describe_tensors(dcp_sharded_t *sharded)
+{
+    void *memory;
+    int64_t count = sharded->tensor_count;
+    DCP_TRY(dcp_alloc_array(count, (int64_t)sizeof(dcp_model_tensor_t), "tensor table",
+                            &memory));
+    sharded->tensors = memory;
+    DCP_TRY(dcp_alloc_zeroed(count, "frozen table", &memory));
+    sharded->frozen = memory;
+    DCP_TRY(dcp_alloc_zeroed(count, "trained table", &memory));
+    sharded->trained = memory;
+    for (int64_t i = 0; i < count; i++) {
+        DCP_TRY(dcp_model_tensor_get(&sharded->config, i, &sharded->tensors[i]));
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
+plan_buffers(dcp_sharded_t *sharded, int64_t block_rows)
+{
+    void *memory;
+    DCP_TRY(dcp_alloc_array(sharded->tensor_count,
+                            (int64_t)sizeof(dcp_dbuffer_tensor_t), "tensor shapes",
+                            &memory));
+    dcp_dbuffer_tensor_t *shapes = memory;
+    for (int64_t i = 0; i < sharded->tensor_count; i++) {
+        const dcp_model_tensor_t *tensor = &sharded->tensors[i];
+        shapes[i] = (dcp_dbuffer_tensor_t){
+            .row_count = tensor->shape[0],
+            .row_width = tensor->dim_count == 2 ? tensor->shape[1] : 1,
+            .group = tensor->group,
+        };
+    }
+    dcp_status_t status = dcp_dbuffer_layout_create(
+        shapes, sharded->tensor_count, dcp_comm_size(sharded->comm), block_rows,
+        DCP_ORDER_MODEL, &sharded->layout);
+    dcp_free(shapes);
+    return status;
+}
+
+static dcp_status_t
+create_buffers(dcp_sharded_t *sharded, int32_t forward_only)
+{
+    static const dcp_dbuffer_kind_t kinds[SHARDED_BUFFERS] = {
+        [DCP_SHARDED_WEIGHTS] = DCP_DBUFFER_SHARED,
+        [DCP_SHARDED_GRADIENTS] = DCP_DBUFFER_PRIVATE,
+        [DCP_SHARDED_ADAMW_M] = DCP_DBUFFER_SHARED,
+        [DCP_SHARDED_ADAMW_V] = DCP_DBUFFER_SHARED,
+    };
+    int32_t count = forward_only ? 1 : SHARDED_BUFFERS;
+    for (int32_t i = 0; i < count; i++) {
+        DCP_TRY(dcp_dbuffer_create(sharded->comm, sharded->layout, kinds[i],
+                                   &sharded->buffers[i]));
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
+bind_model(dcp_sharded_t *sharded)
+{
+    void *memory;
+    int64_t count = sharded->tensor_count;
+    DCP_TRY(dcp_alloc_array(2 * count, (int64_t)sizeof(float *), "tensor pointers",
+                            &memory));
+    float **weights = memory, **gradients = weights + count;
+    dcp_dbuffer_t *gradient_buffer = sharded->buffers[DCP_SHARDED_GRADIENTS];
+    for (int64_t i = 0; i < count; i++) {
+        weights[i] = dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], i);
+        gradients[i] = gradient_buffer != NULL
+                           ? dcp_dbuffer_tensor_data(gradient_buffer, i)
+                           : NULL;
+    }
+    dcp_status_t status = dcp_model_bind(sharded->model, weights,
+                                         gradient_buffer != NULL ? gradients : NULL);
+    dcp_free(memory);
+    return status;
+}
+
+static void
+initialise_shard(dcp_sharded_t *sharded, uint64_t seed)
+{
+    const dcp_dbuffer_run_t *runs;
+    int64_t run_count;
+    dcp_dbuffer_layout_runs(sharded->layout, dcp_comm_rank(sharded->comm), &runs,
+                            &run_count);
+    float *data = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_WEIGHTS]);
+    for (int64_t i = 0; i < run_count; i++) {
+        dcp_model_init_run(&sharded->config, runs[i].tensor, seed, runs[i].first,
+                           runs[i].count, data + runs[i].start);
+    }
+}
+
+/* Everything that can fail; the caller destroys what is there on failure. */
+static dcp_status_t
+fill(dcp_sharded_t *sharded, const dcp_sharded_options_t *options)
+{
+    int32_t size = dcp_comm_size(sharded->comm);
+    void *memory;
+    DCP_TRY(
+        dcp_alloc_array(size, (int64_t)sizeof(step_record_t), "step records", &memory));
+    sharded->records = memory;
+    DCP_TRY(
+        dcp_alloc_array(size, (int64_t)sizeof(int64_t), "step record counts", &memory));
+    sharded->record_counts = memory;
+    for (int32_t i = 0; i < size; i++) {
+        sharded->record_counts[i] = (int64_t)(sizeof(step_record_t) / sizeof(int64_t));
+    }
+    DCP_TRY(describe_tensors(sharded));
+    for (int64_t i = 0; i < sharded->tensor_count; i++) {
+        sharded->frozen[i] = options->frozen != NULL && options->frozen[i] != 0;
+        sharded->trained[i] = !sharded->frozen[i];
+    }
+    DCP_TRY(plan_buffers(sharded, options->block_rows));
+    DCP_TRY(create_buffers(sharded, options->forward_only));
+    DCP_TRY(dcp_model_create(&sharded->config, sharded->device, sharded->pool,
+                             &sharded->model));
+    DCP_TRY(bind_model(sharded));
+    if (options->initialise) {
+        initialise_shard(sharded, options->seed);
+    }
+    return dcp_sharded_publish(sharded);
+}
+
+dcp_status_t
+dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
+                   const dcp_device_ops_t *device, dcp_pool_t *pool,
+                   const dcp_sharded_options_t *options, dcp_sharded_t **sharded_p)
+{
+    DCP_TRY(dcp_transformer1d_check(config));
+    if (options->block_rows < 1) {
+        return DCP_FAIL(DCP_ERR_ARG, "block_rows %lld must be at least 1",
+                        (long long)options->block_rows);
+    }
+    void *memory;
+    DCP_TRY(dcp_alloc_zeroed((int64_t)sizeof(dcp_sharded_t), "sharded model", &memory));
+    dcp_sharded_t *sharded = memory;
+    sharded->comm = comm;
+    sharded->config = *config;
+    sharded->device = device;
+    sharded->pool = pool;
+    sharded->tensor_count = dcp_model_tensor_count(config);
+    dcp_status_t status = fill(sharded, options);
+    if (status != DCP_OK) {
+        dcp_comm_abort(comm, dcp_last_error());
+        dcp_sharded_destroy(sharded);
+        return status;
+    }
+    *sharded_p = sharded;
+    return DCP_OK;
+}
+
+void
+dcp_sharded_destroy(dcp_sharded_t *sharded)
+{
+    if (sharded == NULL) {
+        return;
+    }
+    dcp_model_destroy(sharded->model);
+    for (int32_t i = SHARDED_BUFFERS - 1; i >= 0; i--) {
+        dcp_dbuffer_destroy(sharded->buffers[i]);
+    }
+    dcp_dbuffer_layout_destroy(sharded->layout);
+    dcp_free(sharded->trained);
+    dcp_free(sharded->frozen);
+    dcp_free(sharded->tensors);
+    dcp_free(sharded->record_counts);
+    dcp_free(sharded->records);
+    dcp_free(sharded);
+}
+
+dcp_status_t
+dcp_sharded_publish(dcp_sharded_t *sharded)
+{
+    dcp_model_weights_changed(sharded->model);
+    return dcp_comm_barrier(sharded->comm);
+}
+
+const dcp_dbuffer_t *
+dcp_sharded_buffer(const dcp_sharded_t *sharded, dcp_sharded_kind_t kind)
+{
+    return sharded->buffers[kind];
+}
+
+const dcp_dbuffer_layout_t *
+dcp_sharded_layout(const dcp_sharded_t *sharded)
+{
+    return sharded->layout;
+}
+
+int64_t
+dcp_sharded_tensor_count(const dcp_sharded_t *sharded)
+{
+    return sharded->tensor_count;
+}
+
+const dcp_model_tensor_t *
+dcp_sharded_tensor(const dcp_sharded_t *sharded, int64_t index)
+{
+    return &sharded->tensors[index];
+}
+
+int32_t
+dcp_sharded_is_frozen(const dcp_sharded_t *sharded, int64_t index)
+{
+    return sharded->frozen[index];
+}
+
+dcp_comm_t *
+dcp_sharded_comm(const dcp_sharded_t *sharded)
+{
+    return sharded->comm;
+}

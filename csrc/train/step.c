@@ -1,0 +1,215 @@
+/* One optimizer step (see train.h for its seven parts).
+ *
+ * Why ranks may run different numbers of micro-batches: between part 1 and part 3 no
+ * rank waits for another; weights are read where they lie (window), gradients stay
+ * local. So no plan can deadlock, and a rank without work simply waits in part 3. Who
+ * may touch what: weights are written only between 3 and 7, when nobody computes. A
+ * rank's gradients are read by peers only in 4; the collective inside 5 comes after
+ * every rank's 4, so part 2 of the next step may overwrite them. Cost beside computing,
+ * P parameters, W ranks: zeroing 4P bytes, reading 4P and writing 4P/W bytes in 4,
+ * about 28P/W bytes in 6; three small collectives.
+ */
+#include "train_private.h"
+
+#include "dcp/clock.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+static dcp_status_t
+gather_records(dcp_sharded_t *sharded, const step_record_t *own)
+{
+    return dcp_comm_allgatherv(sharded->comm, own, sharded->record_counts,
+                               sharded->records, DCP_I64);
+}
+
+/* Part 1. */
+static dcp_status_t
+agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
+{
+    step_record_t own = {
+        .step = args->step,
+        .plan_hash = (int64_t)args->plan_hash,
+        .batch_count = args->batch_count,
+    };
+    DCP_TRY(gather_records(sharded, &own));
+    const step_record_t *first = &sharded->records[0];
+    for (int32_t rank = 1; rank < dcp_comm_size(sharded->comm); rank++) {
+        const step_record_t *other = &sharded->records[rank];
+        if (other->step != first->step || other->plan_hash != first->plan_hash) {
+            return DCP_FAIL(DCP_ERR_MISMATCH,
+                            "ranks disagree before step %" PRId64
+                            ": rank 0 has step %" PRId64 " and plan %016" PRIx64
+                            ", rank %d has step %" PRId64 " and plan %016" PRIx64,
+                            args->step, first->step, (uint64_t)first->plan_hash,
+                            (int)rank, other->step, (uint64_t)other->plan_hash);
+        }
+    }
+    return DCP_OK;
+}
+
+/* Parts 2 and 3. */
+static dcp_status_t
+compute(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
+        double *loss_p)
+{
+    int64_t start = dcp_clock_ns();
+    memset(dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]), 0,
+           (size_t)dcp_dbuffer_layout_elements(sharded->layout) * sizeof(float));
+    step_record_t own = {.step = args->step, .batch_count = args->batch_count};
+    for (int64_t i = 0; i < args->batch_count; i++) {
+        DCP_TRY(
+            dcp_model_forward_backward(sharded->model, &args->batches[i], &own.loss));
+    }
+    own.busy_ns = dcp_clock_ns() - start;
+    DCP_TRY(gather_records(sharded, &own));
+    double loss = 0;
+    for (int32_t rank = 0; rank < dcp_comm_size(sharded->comm); rank++) {
+        loss += sharded->records[rank].loss;
+        busy_ns[rank] = sharded->records[rank].busy_ns;
+    }
+    *loss_p = loss;
+    return DCP_OK;
+}
+
+static dcp_status_t
+gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
+          double *loss_p)
+{
+    if (sharded->buffers[DCP_SHARDED_GRADIENTS] == NULL) {
+        return DCP_FAIL(DCP_ERR_STATE,
+                        "this model was made forward only: it has no gradients");
+    }
+    DCP_TRY(agree(sharded, args));
+    DCP_TRY(compute(sharded, args, busy_ns, loss_p));
+    return dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool);
+}
+
+/* A rank that fails alone must not leave the others waiting. */
+static dcp_status_t
+end_for_all(dcp_sharded_t *sharded, dcp_status_t status)
+{
+    if (status != DCP_OK) {
+        dcp_comm_abort(sharded->comm, dcp_last_error());
+    }
+    return status;
+}
+
+dcp_status_t
+dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                      int64_t *busy_ns, double *loss_p)
+{
+    dcp_status_t status = gradients(sharded, args, busy_ns, loss_p);
+    if (status == DCP_OK) {
+        status = dcp_comm_barrier(
+            sharded->comm); /* every rank has read its peers' gradients */
+    }
+    return end_for_all(sharded, status);
+}
+
+/* Part 6. */
+static dcp_status_t
+update(dcp_sharded_t *sharded, const dcp_step_args_t *args, double norm)
+{
+    double t = (double)(args->update_count + 1);
+    double scale = args->clip > 0 && norm > args->clip ? args->clip / norm : 1.0;
+    float *weights = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_WEIGHTS]);
+    float *grads = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]);
+    float *m = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_ADAMW_M]);
+    float *v = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_ADAMW_V]);
+    const dcp_dbuffer_run_t *runs;
+    int64_t run_count;
+    dcp_dbuffer_layout_runs(sharded->layout, dcp_comm_rank(sharded->comm), &runs,
+                            &run_count);
+    dcp_adamw_args_t op = {
+        .lr = (float)args->lr,
+        .beta1 = (float)args->beta1,
+        .beta2 = (float)args->beta2,
+        .eps = (float)args->eps,
+        .bias1 = (float)(1.0 - pow(args->beta1, t)),
+        .bias2 = (float)(1.0 - pow(args->beta2, t)),
+        .grad_scale = (float)scale,
+    };
+    dcp_queue_t *queue;
+    DCP_TRY(sharded->device->queue_create(sharded->pool, &queue));
+    dcp_status_t status = DCP_OK;
+    for (int64_t i = 0; i < run_count && status == DCP_OK; i++) {
+        const dcp_dbuffer_run_t *run = &runs[i];
+        if (sharded->frozen[run->tensor]) {
+            continue;
+        }
+        op.count = run->count;
+        op.w = weights + run->start;
+        op.g = grads + run->start;
+        op.m = m + run->start;
+        op.v = v + run->start;
+        op.decay = sharded->tensors[run->tensor].dim_count == 2
+                       ? (float)args->weight_decay
+                       : 0.0f;
+        status = sharded->device->adamw(queue, &op);
+    }
+    if (status == DCP_OK) {
+        status = sharded->device->fence(queue);
+    }
+    sharded->device->queue_destroy(queue);
+    return status;
+}
+
+static dcp_status_t
+step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
+     dcp_step_result_t *result)
+{
+    DCP_TRY(gradients(sharded, args, busy_ns, &result->loss));
+    DCP_TRY(dcp_dbuffer_norm(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool,
+                             sharded->trained, &result->grad_norm));
+    int32_t finite = isfinite(result->loss) && isfinite(result->grad_norm);
+    if (!finite && !args->skip_nonfinite) {
+        return DCP_FAIL(DCP_ERR_NUMERIC,
+                        "step %" PRId64
+                        ": loss %g, gradient norm %g: not finite, stopped before "
+                        "the update (train.nonfinite=skip goes on without such steps)",
+                        args->step, result->loss, result->grad_norm);
+    }
+    result->skipped = !finite || args->trainable_count == 0;
+    if (result->skipped) {
+        return DCP_OK; /* decided from numbers that are the same on every rank */
+    }
+    DCP_TRY(update(sharded, args, result->grad_norm));
+    return dcp_sharded_publish(sharded);
+}
+
+dcp_status_t
+dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
+                 dcp_step_result_t *result_p)
+{
+    int64_t start = dcp_clock_ns();
+    dcp_step_result_t result = {0};
+    DCP_TRY(end_for_all(sharded, step(sharded, args, busy_ns, &result)));
+    result.wall_ns = dcp_clock_ns() - start;
+    *result_p = result;
+    return DCP_OK;
+}
+
+dcp_status_t
+dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_batch_t *batches,
+                     int64_t batch_count, double *loss_p)
+{
+    double own = 0, total = 0;
+    dcp_status_t status = DCP_OK;
+    for (int64_t i = 0; i < batch_count && status == DCP_OK; i++) {
+        status = dcp_model_loss(sharded->model, &batches[i], &own);
+    }
+    if (status == DCP_OK) {
+        status = dcp_comm_allreduce(sharded->comm, &own, &total, 1, DCP_F64, DCP_SUM);
+    }
+    DCP_TRY(end_for_all(sharded, status));
+    *loss_p = total;
+    return DCP_OK;
+}
+
+dcp_status_t
+dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch, float *logits)
+{
+    return dcp_model_logits(sharded->model, batch, logits);
+}

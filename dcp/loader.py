@@ -1,0 +1,467 @@
+"""From a data set to the micro-batches of one rank: sampler and loader.
+
+The sampler picks the sequences of every step: an epoch is a seeded permutation of the data, and a
+step takes sequences in that order until the next one would pass the token budget; the last step of
+an epoch is what is left. So a step is the same for every strategy and world, every sequence comes
+exactly once an epoch, and the whole state is (epoch, position). The loader plans each step one step
+ahead, in a thread, and hands a rank its own micro-batches only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dcp._dcp import ArgumentError, InfeasibleError
+from dcp.cost import CostModel, whole
+from dcp.data import Documents
+from dcp.planning import Plan, plan, split_steps
+
+__all__ = ["Loader", "MicroBatch", "Sampler", "Step"]
+
+_logger = logging.getLogger("dcp")
+_STATE_VERSION = 1
+
+
+class WorldLike(Protocol):
+    """What the loader asks of a world; `dcp.World` has it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Sampler:
+    """Picks the sequences of each step: a pure function of (lengths, seed, epoch, position).
+
+    Parameters
+    ----------
+    lengths : array_like of int, shape (sequences,)
+        Tokens of each sequence.
+    tokens_per_step : int
+        Most tokens of a step, at least the longest sequence.
+    seed : int
+        0 to 2**64 - 1.
+
+    Raises
+    ------
+    dcp.ArgumentError
+        `tokens_per_step` is less than the longest sequence, or there is no sequence.
+
+    Examples
+    --------
+    >>> from dcp.loader import Sampler
+    >>> sampler = Sampler([3, 3, 3, 3], tokens_per_step=9, seed=0)
+    >>> picked, epoch, position = sampler.step(0, 0)
+    >>> len(picked), epoch, position
+    (3, 0, 3)
+    >>> [len(sampler.step(epoch, position)[0]), *sampler.step(epoch, position)[1:]]
+    [1, 1, 0]
+    """
+
+    def __init__(self, lengths: ArrayLike, *, tokens_per_step: int, seed: int = 0) -> None:
+        self.lengths = np.asarray(lengths, np.int64)
+        self.tokens_per_step = whole("tokens_per_step", tokens_per_step, 1)
+        self.seed = whole("seed", seed, 0, (1 << 64) - 1)
+        if len(self.lengths) == 0:
+            raise ArgumentError("there is no sequence to train on")
+        longest = int(self.lengths.max())
+        if longest > self.tokens_per_step:
+            raise ArgumentError(
+                f"tokens_per_step = {tokens_per_step} is less than the longest sequence, {longest} "
+                "tokens: raise it or lower data.max_length"
+            )
+        self._epoch: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The permutation of an epoch.
+
+        It sorts raw words of the counter-based Philox generator, a stream that NumPy keeps for
+        good, so a run can be resumed under another version.
+
+        Examples
+        --------
+        >>> from dcp.loader import Sampler
+        >>> sampler = Sampler([1] * 5, tokens_per_step=5)
+        >>> sorted(sampler.order(3).tolist())
+        [0, 1, 2, 3, 4]
+        """
+        words = np.random.Philox(key=self.seed + (epoch << 64)).random_raw(len(self.lengths))
+        return np.argsort(words, kind="stable")
+
+    def step(self, epoch: int, position: int) -> tuple[NDArray[np.int64], int, int]:
+        """The step that starts at `position` of `epoch`.
+
+        Returns
+        -------
+        sequences : ndarray of int64
+            At least one.
+        epoch, position : int
+            Where the next step starts.
+
+        Examples
+        --------
+        See `Sampler`.
+        """
+        cached = self._epoch  # one read: another thread may be in another epoch
+        if cached is None or cached[0] != epoch:
+            fresh = self.order(epoch)
+            ends = np.concatenate([[0], np.cumsum(self.lengths[fresh])])
+            cached = self._epoch = (epoch, fresh, ends)
+        _, order, ends = cached
+        budget = ends[position] + self.tokens_per_step
+        last = int(np.searchsorted(ends, budget, side="right")) - 1
+        following = (epoch, last) if last < len(order) else (epoch + 1, 0)
+        return order[position:last], *following
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank computes at once: whole sequences, one after the other.
+
+    Attributes
+    ----------
+    tokens : ndarray of int32, shape (T,)
+    offsets : ndarray of int64, shape (sequences + 1,)
+        Borders of the sequences.
+    labels : ndarray of int32, shape (T,)
+        Target of each position, -100: not trained on.
+    weights : ndarray of float32, shape (T,), or None
+        Weight of each position's loss; None: 1.
+    row_ids : ndarray of int64, shape (T,)
+        Number of each token in its step, whatever the plan.
+    """
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    labels: NDArray[np.int32]
+    weights: NDArray[np.float32] | None
+    row_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as one rank sees it.
+
+    Attributes
+    ----------
+    index : int
+        Number of the step, from 0.
+    epoch : int
+    plan : dcp.Plan
+        Of all ranks.
+    sequences : ndarray of int64, shape (sequences,)
+        Numbers of the data set's pieces, in the order of the step.
+    lengths : ndarray of int64, shape (sequences,)
+        Their tokens.
+    trainable : int
+        Tokens with a target, of all ranks: N.
+    sequence_count : int
+        Sequences of all ranks.
+    scale : float
+        Factor of every loss: 1/N, or with ``weighting="sequence"`` one over the number of
+        sequences with a target; 0 where nothing is trained on.
+    micro_batches : list of MicroBatch
+        This rank's, in the order of time; may be empty.
+    """
+
+    index: int
+    epoch: int
+    plan: Plan
+    sequences: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    trainable: int
+    sequence_count: int
+    scale: float
+    micro_batches: list[MicroBatch]
+
+
+class Loader:
+    """Yields the steps of a run, without end. Make one on every rank, with equal arguments.
+
+    Parameters
+    ----------
+    dataset : dcp.data.Documents
+        For example `dcp.data.TextFiles`.
+    world : dcp.World
+        Anything with `rank` and `size`.
+    cost : dcp.CostModel
+        What the planner balances.
+    tokens_per_step : int
+        Most tokens of a step of all ranks, at least `dataset.max_length`.
+    strategy : str
+        As `dcp.plan`.
+    seed : int
+        Decides the order of the data.
+    memory_bytes : int, optional
+        Most that one rank may hold.
+    weighting : {"token", "sequence"}
+        Whether all tokens of a step count alike, or all sequences do.
+    eval_share : float
+        About how many of the documents are held out, by a hash of their content.
+    max_tokens : int, optional
+        Most tokens of one micro-batch.
+
+    Raises
+    ------
+    dcp.ArgumentError
+        `tokens_per_step` below `dataset.max_length`, an unknown strategy or weighting.
+    dcp.InfeasibleError
+        The longest sequence fits on no rank.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> from types import SimpleNamespace
+    >>> text = dcp.data.TextFiles("stdlib", max_length=512)
+    >>> world = SimpleNamespace(rank=1, size=4)
+    >>> loader = dcp.Loader(text, world, dcp.CostModel(token_s=1.0), tokens_per_step=8192)
+    >>> for step in loader:
+    ...     tokens = sum(len(m.tokens) for m in step.micro_batches)
+    ...     break
+    >>> 1500 < tokens < 2500, loader.state_dict()["step"]
+    (True, 1)
+    """
+
+    def __init__(
+        self,
+        dataset: Documents,
+        world: WorldLike,
+        cost: CostModel,
+        *,
+        tokens_per_step: int,
+        strategy: str = "packed",
+        seed: int = 0,
+        memory_bytes: int | None = None,
+        weighting: Literal["token", "sequence"] = "token",
+        eval_share: float = 0.01,
+        max_tokens: int | None = None,
+    ) -> None:
+        if weighting not in ("token", "sequence"):
+            raise ArgumentError(f"weighting = {weighting!r} must be 'token' or 'sequence'")
+        tokens_per_step = whole("tokens_per_step", tokens_per_step, 1)
+        if tokens_per_step < dataset.max_length:
+            raise ArgumentError(
+                f"tokens_per_step = {tokens_per_step} is less than data.max_length = "
+                f"{dataset.max_length}: the longest document would not fit into a step"
+            )
+        self.dataset, self.cost = dataset, cost
+        self.rank, self.size = int(world.rank), int(world.size)
+        self.tokens_per_step, self.strategy, self.seed = tokens_per_step, strategy, seed
+        self.memory_bytes, self.max_tokens = memory_bytes, max_tokens
+        self.weighting, self.eval_share = weighting, eval_share
+        self._train, self._held_out = dataset.held_out(eval_share)
+        self._sampler = Sampler(
+            dataset.lengths[self._train], tokens_per_step=tokens_per_step, seed=seed
+        )
+        self._epoch, self._position, self._index = 0, 0, 0
+        self._warned = False
+        self._check_longest()
+
+    def _check_longest(self) -> None:
+        """Whether every sequence fits is decided before the first step, not when it comes."""
+        longest = int(np.argmax(self.dataset.lengths))
+        try:
+            self._plan(self.dataset.lengths[longest : longest + 1])
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"{self.dataset.name}: sequence {longest} fits nowhere, lower data.max_length or "
+                f"raise the memory cap ({error})"
+            ) from error
+
+    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
+        return plan(
+            lengths,
+            self.cost,
+            world_size=self.size,
+            memory_bytes=self.memory_bytes,
+            strategy=self.strategy,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+        )
+
+    def __iter__(self) -> Iterator[Step]:
+        """Steps from the loader's place on. A new iterator goes on where the last one stopped."""
+        with ThreadPoolExecutor(1, thread_name_prefix="dcp-plan") as ahead:
+            place = self._place()
+            coming = ahead.submit(self._build, *place)
+            while True:
+                if place != self._place():  # a state was loaded, or another iterator went on
+                    place = self._place()
+                    coming = ahead.submit(self._build, *place)
+                step, place = coming.result()
+                coming = ahead.submit(self._build, *place)
+                self._epoch, self._position, self._index = place
+                if step.trainable == 0 and self.rank == 0 and not self._warned:
+                    self._warned = True
+                    _logger.warning("step %d: no token has a target, nothing to learn", step.index)
+                yield step
+
+    def _place(self) -> tuple[int, int, int]:
+        return self._epoch, self._position, self._index
+
+    def _build(self, epoch: int, position: int, index: int) -> tuple[Step, tuple[int, int, int]]:
+        """The step at a place, and the place after it; runs ahead, so it changes nothing."""
+        picked, next_epoch, next_position = self._sampler.step(epoch, position)
+        step = self._step(self._train[picked], index=index, epoch=epoch, weighting=self.weighting)
+        return step, (next_epoch, next_position, index + 1)
+
+    def _step(
+        self,
+        sequences: NDArray[np.int64],
+        *,
+        index: int,
+        epoch: int,
+        weighting: str,
+        scale: float | None = None,
+    ) -> Step:
+        lengths = self.dataset.lengths[sequences]
+        trainable = self.dataset.trainable[sequences]
+        total = int(trainable.sum())
+        if scale is None:
+            count = total if weighting == "token" else int(np.count_nonzero(trainable))
+            scale = 1.0 / count if count else 0.0
+        made = self._plan(lengths)
+        starts = np.cumsum(lengths) - lengths
+        return Step(
+            index=index,
+            epoch=epoch,
+            plan=made,
+            sequences=sequences,
+            lengths=lengths,
+            trainable=total,
+            sequence_count=len(sequences),
+            scale=scale,
+            micro_batches=[
+                self._micro_batch(sequences, lengths, trainable, starts, batch.sequences, weighting)
+                for batch in made.for_rank(self.rank)
+            ],
+        )
+
+    def _micro_batch(
+        self,
+        sequences: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        trainable: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        chosen: tuple[int, ...],
+        weighting: str,
+    ) -> MicroBatch:
+        offsets = np.zeros(len(chosen) + 1, np.int64)
+        np.cumsum(lengths[list(chosen)], out=offsets[1:])
+        count = int(offsets[-1])
+        tokens, labels = np.empty(count, np.int32), np.empty(count, np.int32)
+        row_ids = np.arange(count, dtype=np.int64)
+        weights = np.ones(count, np.float32) if weighting == "sequence" else None
+        for i, sequence in enumerate(chosen):
+            run = slice(int(offsets[i]), int(offsets[i + 1]))
+            self.dataset.write(int(sequences[sequence]), tokens[run], labels[run])
+            row_ids[run] += starts[sequence] - offsets[i]
+            if weights is not None:
+                weights[run] = 1.0 / max(1, int(trainable[sequence]))
+        return MicroBatch(tokens, offsets, labels, weights, row_ids)
+
+    def evaluation(self, *, tokens: int) -> Iterator[Step]:
+        """The held-out sequences, the same ones in the same order every time and for every seed.
+
+        Parameters
+        ----------
+        tokens : int
+            About how many: sequences are taken until the next one would pass it, at least one.
+
+        Yields
+        ------
+        Step
+            Their `scale` is one over the trainable tokens of the whole evaluation, so that the sum
+            of the scaled losses of all is the mean per token. Nothing where nothing is held out.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from types import SimpleNamespace
+        >>> text = dcp.data.TextFiles("stdlib", max_length=512)
+        >>> loader = dcp.Loader(text, SimpleNamespace(rank=0, size=1), dcp.CostModel(token_s=1.0),
+        ...                     tokens_per_step=4096, eval_share=0.05)
+        >>> 7000 < sum(step.trainable for step in loader.evaluation(tokens=8192)) <= 8192
+        True
+        """
+        budget = whole("tokens", tokens, 1)
+        ends = np.cumsum(self.dataset.lengths[self._held_out])
+        if len(ends) == 0:
+            return
+        chosen = self._held_out[: max(1, int(np.searchsorted(ends, budget, side="right")))]
+        total = int(self.dataset.trainable[chosen].sum())
+        scale = 1.0 / total if total else 0.0
+        parts = split_steps(self.dataset.lengths[chosen], self.tokens_per_step)
+        for index, part in enumerate(parts):
+            yield self._step(chosen[part], index=index, epoch=0, weighting="token", scale=scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next step, and what must be the same for it to mean the same.
+
+        It does not depend on the world, so a run resumes exactly on another number of ranks.
+
+        Returns
+        -------
+        dict
+            Plain integers and text; give it to `load_state_dict`.
+
+        Examples
+        --------
+        See `Loader`.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._epoch,
+            "position": self._position,
+            "step": self._index,
+            "seed": self.seed,
+            "tokens_per_step": self.tokens_per_step,
+            "eval_share": self.eval_share,
+            "data": self.dataset.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            The state is of other data or settings; names them.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from types import SimpleNamespace
+        >>> text = dcp.data.TextFiles("stdlib", max_length=512)
+        >>> def loader(size):
+        ...     world = SimpleNamespace(rank=0, size=size)
+        ...     return dcp.Loader(text, world, dcp.CostModel(token_s=1.0), tokens_per_step=4096)
+        >>> first, second = loader(4), loader(2)
+        >>> steps = iter(first)
+        >>> _ = next(steps)
+        >>> second.load_state_dict(first.state_dict())
+        >>> bool((next(steps).sequences == next(iter(second)).sequences).all())
+        True
+        """
+        here = self.state_dict()
+        missing = set(here) - set(state)
+        if missing:
+            raise ArgumentError(f"loader state lacks {sorted(missing)}")
+        for key in ("version", "seed", "tokens_per_step", "eval_share", "data"):
+            if state[key] != here[key]:
+                what = "the data (files, max_length, long)" if key == "data" else key
+                raise ArgumentError(
+                    f"loader state is of other settings: {what} is {state[key]!r} there and "
+                    f"{here[key]!r} here"
+                )
+        epoch, step = whole("epoch", state["epoch"], 0), whole("step", state["step"], 0)
+        position = whole("position", state["position"], 0, len(self._train) - 1)
+        self._epoch, self._position, self._index = epoch, position, step

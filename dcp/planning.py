@@ -1,0 +1,525 @@
+"""The step planner: the plan of one step.
+
+A *plan* says which rank computes which sequences of a step, in which micro-batches. It is a pure
+function of the lengths, the cost model, the world, the memory cap, the seed and the options, made
+in C and proved before it is handed out. Lengths are in tokens, times in seconds, sizes in bytes.
+
+This version plans one rank a micro-batch and recomputes nothing; more than that is
+`dcp.UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dcp import _dcp
+from dcp._dcp import ArgumentError
+from dcp.cost import (
+    KINDS,
+    SCHEMA,
+    CostModel,
+    check_schema,
+    lengths_array,
+    recompute_counts,
+    whole,
+)
+
+__all__ = ["CostModel", "MicroBatchPlan", "Plan", "plan", "split_steps", "strategies"]
+
+_UINT64_MAX = (1 << 64) - 1
+
+
+def strategies() -> tuple[str, ...]:
+    """Names of the strategies that `plan` knows.
+
+    Examples
+    --------
+    >>> from dcp import planning
+    >>> planning.strategies()
+    ('packed', 'bucket')
+    """
+    return tuple(_dcp.plan_strategies())
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """One micro-batch of a plan.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        The group that computes it.
+    sequences : tuple of int
+        Indices into the plan's lengths.
+    start_s, end_s : float
+        Estimate, from the start of the step.
+    bytes : int
+        Estimate on each of its ranks, fixed part included.
+    recompute : dict
+        Layers per block kind that drop their activations; empty: none.
+    """
+
+    ranks: tuple[int, ...]
+    sequences: tuple[int, ...]
+    start_s: float
+    end_s: float
+    bytes: int
+    recompute: dict[str, int]
+
+
+class Plan:
+    """The plan of one step, made by `plan`; read-only.
+
+    Attributes
+    ----------
+    lengths : ndarray of int64, shape (sequences,)
+        The step's sequences, in tokens.
+    world_size : int
+    strategy : str
+    seed : int
+    cost : CostModel
+    memory_bytes : int or None
+        Most that one rank may hold.
+    max_tokens : int or None
+        Most tokens of one micro-batch, where given.
+    hash : str
+        128 bits in hexadecimal of everything that the plan depends on and decides.
+    makespan, bound : float
+        Seconds to the end of the last micro-batch, and the least that any plan could take.
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: NDArray[np.int64],
+        world_size: int,
+        cost: CostModel,
+        strategy: str,
+        seed: int,
+        memory_bytes: int | None,
+        max_tokens: int | None,
+        fields: dict[str, Any],
+    ) -> None:
+        self.lengths = lengths
+        self.world_size = world_size
+        self.cost = cost
+        self.strategy = strategy
+        self.seed = seed
+        self.memory_bytes = memory_bytes
+        self.max_tokens = max_tokens
+        self.hash: str = fields["hash"]
+        self.makespan: float = fields["makespan_s"]
+        self.bound: float = fields["bound_s"]
+        self._fields = fields
+
+    @property
+    def gap(self) -> float:
+        """makespan / bound - 1; 0 for an empty step.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([5, 5], dcp.CostModel(token_s=1.0), world_size=2).gap
+        0.0
+        """
+        return self.makespan / self.bound - 1 if self.bound > 0 else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the ranks' time before the makespan in which they wait.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2).idle_share
+        0.25
+        """
+        if self.makespan <= 0:
+            return 0.0
+        spans = self._fields["end_s"] - self._fields["start_s"]
+        busy = float(np.sum(spans * np.diff(self._fields["rank_offsets"])))
+        return max(0.0, 1 - busy / (self.makespan * self.world_size))
+
+    @cached_property
+    def micro_batches(self) -> list[MicroBatchPlan]:
+        """All micro-batches; those of one rank come in the order of time.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> plan = dcp.plan([3, 2, 1], dcp.CostModel(token_s=1.0), world_size=2)
+        >>> [(m.ranks, m.sequences) for m in plan.micro_batches]
+        [((0,), (0,)), ((1,), (1, 2))]
+        """
+        f = self._fields
+        rank_ends, sequence_ends = f["rank_offsets"].tolist(), f["sequence_offsets"].tolist()
+        ranks, sequences = f["ranks"].tolist(), f["sequences"].tolist()
+        rows = zip(
+            f["start_s"].tolist(),
+            f["end_s"].tolist(),
+            f["bytes"].tolist(),
+            f["recompute"].tolist(),
+            strict=True,
+        )
+        return [
+            MicroBatchPlan(
+                ranks=tuple(ranks[rank_ends[m] : rank_ends[m + 1]]),
+                sequences=tuple(sequences[sequence_ends[m] : sequence_ends[m + 1]]),
+                start_s=start,
+                end_s=end,
+                bytes=size,
+                recompute={kind: n for kind, n in zip(KINDS, counts, strict=True) if n},
+            )
+            for m, (start, end, size, counts) in enumerate(rows)
+        ]
+
+    def for_rank(self, rank: int) -> list[MicroBatchPlan]:
+        """The micro-batches of one rank, in the order of time.
+
+        Parameters
+        ----------
+        rank : int
+            0 to world_size - 1.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> plan = dcp.plan([3, 2, 1], dcp.CostModel(token_s=1.0), world_size=2)
+        >>> [m.sequences for m in plan.for_rank(1)]
+        [(1, 2)]
+        """
+        rank = operator.index(rank)
+        if not 0 <= rank < self.world_size:
+            raise ArgumentError(f"rank = {rank} must lie in 0..{self.world_size - 1}")
+        return [m for m in self.micro_batches if rank in m.ranks]
+
+    def verify(self) -> Plan:
+        """Prove the plan: every sequence once, memory, ranks, times, and the hash.
+
+        Returns
+        -------
+        Plan
+            Itself.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            Names the rule that is broken.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([3, 2], dcp.CostModel(token_s=1.0), world_size=2).verify().makespan
+        3.0
+        """
+        found = _dcp.plan_verify(self._request(), self._fields, self.makespan, self.bound)
+        if found != self.hash:
+            raise ArgumentError(
+                f"plan breaks the rule 'hash of what it says': hash is {self.hash}, found {found}"
+            )
+        return self
+
+    def _request(self) -> tuple[Any, ...]:
+        return (
+            self.lengths,
+            self.cost._core(),
+            self.world_size,
+            self.memory_bytes or 0,
+            self.max_tokens or 0,
+            self.seed,
+            self.strategy,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON object; `from_json` reads it back.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> document = dcp.plan([3, 2], dcp.CostModel(token_s=1.0), world_size=1).to_json()
+        >>> document["micro_batches"][0]["sequences"]
+        [0, 1]
+        """
+        return {
+            "schema": SCHEMA,
+            "hash": self.hash,
+            "world": self.world_size,
+            "lengths": self.lengths.tolist(),
+            "makespan_s": self.makespan,
+            "bound_s": self.bound,
+            "memory_bytes": self.memory_bytes,
+            "max_tokens": self.max_tokens,
+            "strategy": self.strategy,
+            "winner": self.strategy,
+            "seed": self.seed,
+            "cost": self.cost.to_json(),
+            "micro_batches": [
+                {
+                    "ranks": list(m.ranks),
+                    "sequences": list(m.sequences),
+                    "start_s": m.start_s,
+                    "end_s": m.end_s,
+                    "bytes": m.bytes,
+                    "recompute": m.recompute,
+                }
+                for m in self.micro_batches
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any] | str) -> Plan:
+        """Read what `to_json` wrote (the object or its text), and prove it.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A field is missing or wrong, or the plan breaks a rule: the message names it.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> plan = dcp.plan([3, 2], dcp.CostModel(token_s=1.0), world_size=2)
+        >>> dcp.Plan.from_json(plan.to_json()).hash == plan.hash
+        True
+        """
+        if isinstance(document, str):
+            try:
+                document = json.loads(document)
+            except ValueError as error:
+                raise ArgumentError(f"plan is not JSON: {error}") from error
+        if not isinstance(document, Mapping):
+            raise ArgumentError("plan must be a JSON object")
+        check_schema(document, "plan")
+        try:
+            return cls._parse(document).verify()
+        except KeyError as error:
+            raise ArgumentError(f"plan lacks the field {error}") from error
+        except (TypeError, OverflowError) as error:
+            if isinstance(error, _dcp.Error):
+                raise
+            raise ArgumentError(f"plan has a field of the wrong kind: {error}") from error
+
+    @classmethod
+    def _parse(cls, document: Mapping[str, Any]) -> Plan:
+        batches = document["micro_batches"]
+        ranks = [b["ranks"] for b in batches]
+        sequences = [b["sequences"] for b in batches]
+        recompute = [recompute_counts(b.get("recompute", {})) for b in batches]
+        fields: dict[str, Any] = {
+            "hash": str(document["hash"]),
+            "makespan_s": float(document["makespan_s"]),
+            "bound_s": float(document["bound_s"]),
+            "rank_offsets": _offsets(ranks),
+            "ranks": _flat(ranks, np.int32),
+            "sequence_offsets": _offsets(sequences),
+            "sequences": _flat(sequences, np.int64),
+            "recompute": np.array(recompute, np.int32).reshape(len(batches), len(KINDS)),
+            "start_s": np.array([b["start_s"] for b in batches], np.float64),
+            "end_s": np.array([b["end_s"] for b in batches], np.float64),
+            "bytes": _flat([[b["bytes"] for b in batches]], np.int64),
+        }
+        return cls(
+            lengths=_flat([document["lengths"]], np.int64),
+            world_size=operator.index(document["world"]),
+            cost=CostModel.from_json(document["cost"]),
+            strategy=str(document["strategy"]),
+            seed=operator.index(document["seed"]),
+            memory_bytes=document["memory_bytes"],
+            max_tokens=document.get("max_tokens"),
+            fields=fields,
+        )
+
+    def plot(self, **options: Any) -> Any:
+        """Draw the plan with matplotlib; options as in `dcp.viz.plan_picture`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+        """
+        from dcp import viz
+
+        return viz.plan_picture(self, **options)
+
+    def __repr__(self) -> str:
+        return (
+            f"<dcp.Plan {self.strategy}: {len(self.lengths)} sequences, "
+            f"{int(self.lengths.sum())} tokens on {self.world_size} ranks in "
+            f"{len(self._fields['bytes'])} micro-batches, makespan {self.makespan:.4g} s "
+            f"(bound +{self.gap:.2%}), hash {self.hash[:8]}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """A row a rank, a bar a micro-batch, time to the right, as inline SVG."""
+        rows, width, height = min(self.world_size, 32), 640, 18
+        scale = width / self.makespan if self.makespan > 0 else 0.0
+        bars = []
+        for m in self.micro_batches:
+            tokens = int(self.lengths[list(m.sequences)].sum())
+            tip = f"{len(m.sequences)} sequences, {tokens} tokens"
+            for rank in m.ranks:
+                if rank < rows:
+                    bars.append(
+                        f'<rect x="{60 + m.start_s * scale:.1f}" y="{rank * height + 2}" '
+                        f'width="{max(1.0, (m.end_s - m.start_s) * scale - 1):.1f}" '
+                        f'height="{height - 4}" fill="#4a90c2"><title>{tip}</title></rect>'
+                    )
+        labels = "".join(
+            f'<text x="0" y="{r * height + 13}" font-size="11">rank {r}</text>' for r in range(rows)
+        )
+        return (
+            f"<div><code>{escape(repr(self))}</code><br><svg width='{width + 70}' "
+            f"height='{rows * height}'>{labels}{''.join(bars)}</svg></div>"
+        )
+
+
+def _offsets(lists: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    out = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(x) for x in lists], out=out[1:])
+    return out
+
+
+def _flat(lists: Sequence[Sequence[int]], dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+    limits = np.iinfo(dtype)
+    values = [operator.index(v) for x in lists for v in x]
+    for value in values:
+        if not limits.min <= value <= limits.max:
+            raise ArgumentError(f"plan holds {value}, which does not fit {np.dtype(dtype)}")
+    return np.array(values, dtype)
+
+
+def plan(
+    lengths: ArrayLike,
+    cost: CostModel,
+    *,
+    world_size: int,
+    memory_bytes: int | None = None,
+    strategy: str = "packed",
+    seed: int = 0,
+    tokens_per_step: int | None = None,
+    max_tokens: int | None = None,
+) -> Plan:
+    """Plan one step.
+
+    Ranks may get different numbers of micro-batches, and none where sequences are few. Every
+    sequence is planned exactly once, nothing is padded. Other threads run while it works.
+
+    Parameters
+    ----------
+    lengths : array_like of int, shape (sequences,)
+        Tokens of each sequence of the step, each >= 1; any integer type.
+    cost : CostModel
+        Seconds and bytes of a micro-batch.
+    world_size : int
+        Number of ranks.
+    memory_bytes : int, optional
+        Most bytes that one rank may hold, as the cost model counts them.
+    strategy : str
+        "packed" balances the ranks; "bucket" is the published baseline: one power-of-two class of
+        lengths a micro-batch, dealt in data order.
+    seed : int
+        Of the run: 0 to 2**64 - 1. It is part of the hash; these strategies draw no random numbers.
+    tokens_per_step : int, optional
+        The step's budget: lengths that add up to more are an error (see `split_steps`).
+    max_tokens : int, optional
+        Most tokens of one micro-batch; default 4096, or the longest sequence if that is longer.
+
+    Returns
+    -------
+    Plan
+        Proved.
+
+    Raises
+    ------
+    dcp.ArgumentError
+        A length, the world or an option breaks its rule, or the strategy is not known.
+    dcp.InfeasibleError
+        A sequence fits nowhere: the message names its index, length, bytes needed and the cap.
+    dcp.DTypeError
+        lengths are not integers.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> cost = dcp.CostModel(token_s=1e-6, square_s=1e-9)
+    >>> plan = dcp.plan([4000, 300, 200, 2500, 40, 1900], cost, world_size=2)
+    >>> [sum(len(m.sequences) for m in plan.for_rank(r)) for r in (0, 1)]
+    [1, 5]
+    """
+    if not isinstance(cost, CostModel):
+        raise _dcp.DTypeError(f"cost must be a dcp.CostModel, got {type(cost).__name__}")
+    if not isinstance(strategy, str):
+        raise _dcp.DTypeError(f"strategy = {strategy!r} must be a name")
+    world_size = whole("world_size", world_size, 1, 1 << 20)
+    memory_bytes = None if memory_bytes is None else whole("memory_bytes", memory_bytes, 1)
+    max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 1)
+    seed = whole("seed", seed, 0, _UINT64_MAX)
+    array = lengths_array(lengths)
+    request = (
+        array,
+        cost._core(),
+        world_size,
+        memory_bytes or 0,
+        max_tokens or 0,
+        seed,
+        strategy,
+    )
+    fields = _dcp.plan(request)
+    own = np.array(array, np.int64)
+    own.flags.writeable = False
+    if tokens_per_step is not None and own.sum() > whole("tokens_per_step", tokens_per_step, 1):
+        raise ArgumentError(
+            f"lengths add up to {own.sum()} tokens, more than tokens_per_step = {tokens_per_step}: "
+            "cut them into steps first"
+        )
+    return Plan(
+        lengths=own,
+        world_size=world_size,
+        cost=cost,
+        strategy=strategy,
+        seed=seed,
+        memory_bytes=memory_bytes,
+        max_tokens=max_tokens,
+        fields=fields,
+    )
+
+
+def split_steps(lengths: ArrayLike, tokens_per_step: int) -> list[slice]:
+    """Cut a list of sequences into steps: in order, until the next would pass the budget.
+
+    Parameters
+    ----------
+    lengths : array_like of int
+        Tokens of each sequence.
+    tokens_per_step : int
+        The budget. A sequence longer than it makes a step of its own.
+
+    Returns
+    -------
+    list of slice
+        One a step; together they cover the list.
+
+    Examples
+    --------
+    >>> from dcp import planning
+    >>> planning.split_steps([3, 3, 3, 9, 1], 6)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    """
+    budget = whole("tokens_per_step", tokens_per_step, 1)
+    array = np.asarray(lengths_array(lengths), np.int64)
+    ends = np.concatenate([[0], np.cumsum(array)])
+    steps, first = [], 0
+    while first < len(array):
+        last = int(np.searchsorted(ends, ends[first] + budget, side="right")) - 1
+        last = max(last, first + 1)
+        steps.append(slice(first, last))
+        first = last
+    return steps

@@ -1,0 +1,364 @@
+/* model: the late device, failing allocations, the promised bytes, bad batches. */
+#include "check.h"
+
+#include "dcp/device.h"
+#include "dcp/model.h"
+#include "dcp/rng.h"
+
+#include <math.h>
+#include <string.h>
+
+static const dcp_transformer1d_config_t config = {.vocab_size = 37,
+                                                  .hidden_size = 24,
+                                                  .intermediate_size = 40,
+                                                  .num_hidden_layers = 2,
+                                                  .num_attention_heads = 4,
+                                                  .num_key_value_heads = 2,
+                                                  .head_dim = 8,
+                                                  .max_position_embeddings = 512,
+                                                  .rope_theta = 10000,
+                                                  .rms_norm_eps = 1e-5,
+                                                  .attention_bias = 1,
+                                                  .mlp_bias = 1,
+                                                  .dropout = 0.1,
+                                                  .initializer_range = 0.2};
+
+enum { TOKENS = 96, SEQUENCES = 4, TENSORS_MOST = 80 };
+
+/* A model with weights and gradients in memory of the test's own (not counted). */
+typedef struct bench {
+    int64_t tensor_count;
+    int64_t counts[TENSORS_MOST];
+    float *weights[TENSORS_MOST], *gradients[TENSORS_MOST];
+} bench_t;
+
+static void
+bench_init(bench_t *bench, const dcp_transformer1d_config_t *model_config)
+{
+    bench->tensor_count = dcp_model_tensor_count(model_config);
+    CHECK(bench->tensor_count <= TENSORS_MOST);
+    for (int64_t i = 0; i < bench->tensor_count; i++) {
+        dcp_model_tensor_t tensor;
+        CHECK_OK(dcp_model_tensor_get(model_config, i, &tensor));
+        int64_t count = tensor.shape[0] * tensor.shape[1];
+        bench->counts[i] = count;
+        bench->weights[i] = malloc((size_t)count * sizeof(float));
+        bench->gradients[i] = calloc((size_t)count, sizeof(float));
+        dcp_model_init_run(model_config, i, 5, 0, count, bench->weights[i]);
+    }
+}
+
+static void
+bench_fini(bench_t *bench)
+{
+    for (int64_t i = 0; i < bench->tensor_count; i++) {
+        free(bench->weights[i]);
+        free(bench->gradients[i]);
+    }
+}
+
+static int32_t tokens[TOKENS], labels[TOKENS];
+static const int64_t offsets[SEQUENCES + 1] = {0, 40, 40, 41, TOKENS};
+static dcp_batch_t batch = {.token_count = TOKENS,
+                            .sequence_count = SEQUENCES,
+                            .tokens = tokens,
+                            .offsets = offsets,
+                            .labels = labels,
+                            .scale = 0.25,
+                            .dropout_seed = 3};
+
+static void
+fill_batch(void)
+{
+    for (int32_t t = 0; t < TOKENS; t++) {
+        tokens[t] = t * 7 % 37;
+        labels[t] = t % 5 == 0 ? -100 : t * 11 % 37;
+    }
+}
+
+static dcp_status_t
+run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *loss,
+       float *logits)
+{
+    dcp_pool_t *pool;
+    dcp_model_t *model = NULL;
+    DCP_TRY(dcp_pool_create(threads, &pool));
+    dcp_status_t status = dcp_model_create(&config, device, pool, &model);
+    if (status == DCP_OK) {
+        status = dcp_model_bind(model, bench->weights, bench->gradients);
+    }
+    for (int i = 0; i < 2 && status == DCP_OK; i++) {
+        status = dcp_model_forward_backward(model, &batch, loss);
+    }
+    if (status == DCP_OK) {
+        status = dcp_model_loss(model, &batch, loss);
+    }
+    if (status == DCP_OK) {
+        status = dcp_model_logits(model, &batch, logits);
+    }
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    return status;
+}
+
+/* Bitwise the same on the device that holds everything back, with any thread count. */
+static void
+test_late(void)
+{
+    bench_t now, late;
+    static float logits[TOKENS * 37], logits_late[TOKENS * 37];
+    double loss = 0, loss_late = 0;
+    bench_init(&now, &config);
+    bench_init(&late, &config);
+    CHECK_OK(run_on(dcp_device_cpu(), 1, &now, &loss, logits));
+    CHECK_OK(run_on(dcp_device_late(), 3, &late, &loss_late, logits_late));
+    CHECK(isfinite(loss) && loss > 0 && loss == loss_late);
+    CHECK(memcmp(logits, logits_late, sizeof logits) == 0);
+    for (int64_t i = 0; i < now.tensor_count; i++) {
+        CHECK(memcmp(now.gradients[i], late.gradients[i],
+                     (size_t)now.counts[i] * sizeof(float))
+              == 0);
+    }
+    bench_fini(&now);
+    bench_fini(&late);
+}
+
+static bench_t scenario_bench;
+
+static dcp_status_t
+cpu_scenario(void)
+{
+    double loss = 0;
+    static float logits[TOKENS * 37];
+    return run_on(dcp_device_cpu(), 2, &scenario_bench, &loss, logits);
+}
+
+static dcp_status_t
+late_scenario(void)
+{
+    double loss = 0;
+    static float logits[TOKENS * 37];
+    return run_on(dcp_device_late(), 2, &scenario_bench, &loss, logits);
+}
+
+static void
+test_allocation_failures(void)
+{
+    bench_init(&scenario_bench, &config);
+    check_every_alloc(cpu_scenario);
+    check_every_alloc(late_scenario);
+    bench_fini(&scenario_bench);
+}
+
+/* After a failed allocation the same model works on, with fresh panels. */
+static void
+test_recovers(void)
+{
+    bench_t bench;
+    bench_init(&bench, &config);
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    double want = 0, loss = 0;
+    CHECK_OK(dcp_pool_create(1, &pool));
+    CHECK_OK(dcp_model_create(&config, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+    dcp_alloc_set_cap(dcp_alloc_held_bytes() + 100000);
+    CHECK(dcp_model_forward_backward(model, &batch, &loss) == DCP_ERR_NO_MEM);
+    CHECK(loss == 0);
+    dcp_alloc_set_cap(0);
+    CHECK_OK(dcp_model_loss(model, &batch, &loss));
+    dcp_model_destroy(model);
+    CHECK_OK(dcp_model_create(&config, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, bench.weights, NULL));
+    CHECK_OK(dcp_model_loss(model, &batch, &want));
+    CHECK(loss == want && want > 0);
+    CHECK(dcp_model_forward_backward(model, &batch, &loss) == DCP_ERR_STATE);
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
+}
+
+/* What a pass holds stays under the promise, and the promise is not far above. */
+static void
+check_bytes(const dcp_transformer1d_config_t *model_config, int64_t token_count,
+            int64_t sequence_count, int32_t threads, double slack)
+{
+    bench_t bench;
+    bench_init(&bench, model_config);
+    int32_t *ids = calloc((size_t)token_count, sizeof *ids);
+    int64_t *starts = malloc((size_t)(sequence_count + 1) * sizeof *starts);
+    for (int64_t s = 0; s <= sequence_count; s++) {
+        starts[s] = token_count * s / sequence_count;
+    }
+    dcp_batch_t big = {.token_count = token_count,
+                       .sequence_count = sequence_count,
+                       .tokens = ids,
+                       .offsets = starts,
+                       .labels = ids,
+                       .scale = 1};
+    int64_t held = dcp_alloc_held_bytes();
+    dcp_alloc_reset_peak();
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    double loss = 0;
+    CHECK_OK(dcp_pool_create(threads, &pool));
+    int64_t pool_bytes = dcp_alloc_held_bytes() - held;
+    CHECK_OK(dcp_model_create(model_config, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+    CHECK_OK(dcp_model_forward_backward(model, &big, &loss));
+    int64_t real = dcp_alloc_peak_bytes() - held - pool_bytes;
+    int64_t promised = dcp_model_pass_bytes(model_config, token_count, threads);
+    CHECK(real <= promised);
+    CHECK((double)promised <= slack * (double)real);
+    if (real > promised || (double)promised > slack * (double)real) {
+        printf("tokens %lld, sequences %lld, threads %d: real %lld, promised %lld\n",
+               (long long)token_count, (long long)sequence_count, (int)threads,
+               (long long)real, (long long)promised);
+    }
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    free(ids);
+    free(starts);
+    bench_fini(&bench);
+}
+
+static void
+test_bytes(void)
+{
+    dcp_transformer1d_config_t tiny = config;
+    tiny.vocab_size = 257;
+    tiny.hidden_size = 128;
+    tiny.intermediate_size = 344;
+    tiny.num_hidden_layers = 4;
+    tiny.num_key_value_heads = 4;
+    tiny.head_dim = 32;
+    tiny.max_position_embeddings = 32768;
+    check_bytes(&tiny, 2048, 1, 2, 1.3);
+    check_bytes(&tiny, 4096, 1, 1, 1.3);
+    check_bytes(&tiny, 8000, 700, 2, 1.3);
+    tiny.vocab_size = 20000; /* logits and packed head dominate */
+    tiny.tie_word_embeddings = 1;
+    tiny.dropout = 0;
+    check_bytes(&tiny, 1000, 3, 2, 1.3);
+}
+
+/* The bound over many shapes, wherever scratch or panels or activations dominate. */
+static void
+test_bytes_of_many_shapes(void)
+{
+    dcp_rng_t rng;
+    dcp_rng_init(&rng, 7, 0);
+    for (int i = 0; i < 40; i++) {
+        dcp_transformer1d_config_t shape = config;
+        shape.vocab_size = 1 + (int64_t)dcp_rng_below(&rng, 3000);
+        shape.num_hidden_layers = 1 + (int64_t)dcp_rng_below(&rng, 3);
+        shape.num_key_value_heads = 1 + (int64_t)dcp_rng_below(&rng, 2);
+        shape.num_attention_heads =
+            shape.num_key_value_heads * (1 + (int64_t)dcp_rng_below(&rng, 3));
+        shape.hidden_size =
+            shape.num_attention_heads * (1 + (int64_t)dcp_rng_below(&rng, 60));
+        shape.intermediate_size = 1 + (int64_t)dcp_rng_below(&rng, 500);
+        shape.head_dim = 2 * (1 + (int64_t)dcp_rng_below(&rng, i % 8 == 0 ? 128 : 32));
+        shape.max_position_embeddings = 1 << 20;
+        shape.dropout = i % 2 == 0 ? 0 : 0.5;
+        int64_t token_count = 1 + (int64_t)dcp_rng_below(&rng, i % 4 == 0 ? 4000 : 300);
+        int64_t sequences = i % 3 == 0 ? 1 : 1 + (int64_t)dcp_rng_below(&rng, 50);
+        int32_t threads = 1 + (int32_t)dcp_rng_below(&rng, 5);
+        check_bytes(&shape, token_count, sequences, threads, 1e9);
+    }
+}
+
+static void
+expect(dcp_model_t *model, const dcp_batch_t *bad, const char *words)
+{
+    double loss = 0;
+    CHECK(dcp_model_forward_backward(model, bad, &loss) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), words) != NULL);
+    CHECK(loss == 0);
+}
+
+static void
+test_bad_batches(void)
+{
+    bench_t bench;
+    bench_init(&bench, &config);
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    double loss = 0;
+    CHECK_OK(dcp_pool_create(1, &pool));
+    CHECK_OK(dcp_model_create(&config, dcp_device_cpu(), pool, &model));
+    CHECK(dcp_model_loss(model, &batch, &loss) == DCP_ERR_STATE);
+    float *missing = bench.weights[3];
+    bench.weights[3] = NULL;
+    CHECK(dcp_model_bind(model, bench.weights, NULL) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), "q_proj.bias") != NULL);
+    bench.weights[3] = missing;
+    CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+    dcp_batch_t bad = batch;
+    bad.token_count = -1;
+    expect(model, &bad, "token_count -1");
+    bad = batch;
+    bad.sequence_count = 2;
+    expect(model, &bad, "the last offset 40");
+    tokens[8] = 37;
+    expect(model, &batch, "tokens[8] 37");
+    fill_batch();
+    labels[9] = -99;
+    expect(model, &batch, "labels[9] -99");
+    fill_batch();
+    bad = batch;
+    bad.token_count = bad.sequence_count = 0;
+    CHECK_OK(dcp_model_forward_backward(model, &bad, &loss));
+    CHECK(loss == 0);
+    dcp_model_destroy(model);
+    dcp_model_destroy(NULL);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
+}
+
+/* A tensor without a gradient is frozen: nothing is written, the others are the same.
+ */
+static void
+test_frozen(void)
+{
+    bench_t bench, frozen;
+    bench_init(&bench, &config);
+    bench_init(&frozen, &config);
+    float *left_out[TENSORS_MOST];
+    for (int64_t i = 0; i < frozen.tensor_count; i++) {
+        left_out[i] = i % 3 == 0 ? NULL : frozen.gradients[i];
+    }
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    double loss = 0, loss_frozen = 0;
+    CHECK_OK(dcp_pool_create(1, &pool));
+    CHECK_OK(dcp_model_create(&config, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+    CHECK_OK(dcp_model_forward_backward(model, &batch, &loss));
+    CHECK_OK(dcp_model_bind(model, frozen.weights, left_out));
+    CHECK_OK(dcp_model_forward_backward(model, &batch, &loss_frozen));
+    CHECK(loss == loss_frozen);
+    for (int64_t i = 0; i < frozen.tensor_count; i++) {
+        size_t bytes = (size_t)bench.counts[i] * sizeof(float);
+        CHECK(left_out[i] == NULL
+              || memcmp(bench.gradients[i], frozen.gradients[i], bytes) == 0);
+    }
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
+    bench_fini(&frozen);
+}
+
+int
+main(void)
+{
+    fill_batch();
+    test_late();
+    test_allocation_failures();
+    test_recovers();
+    test_bytes();
+    test_bytes_of_many_shapes();
+    test_bad_batches();
+    test_frozen();
+    return check_finish();
+}

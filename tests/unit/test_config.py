@@ -1,0 +1,204 @@
+"""Settings: four layers, types, rules, and messages that say what to write instead."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp import config
+from dcp.config import load, parse_bytes, suggest
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    settings = load()
+    assert settings.preset == "tiny" and settings.steps == 60 and settings.seed == 0
+    assert settings.ranks == min(8, config.core_count())
+    assert settings.tokens_per_step == 16384 and settings.strategy == "packed"
+    assert settings.data.source == "stdlib" and settings.data.max_length == 4096
+    assert settings.data.long == "split" and settings.train.eval_share == 0.01
+    assert settings.train.weighting == "token" and settings.checkpoint.keep == 3
+    adamw = settings.optimizer.build()
+    assert adamw.betas == (0.9, 0.95) and adamw.eps == 1e-8 and adamw.weight_decay == 0.1
+    assert adamw.clip == 1.0 and adamw.warmup_steps == 10 and adamw.schedule == "constant"
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    """Every subset of the layers file, --set, option: the last of those that are there decides."""
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 11\n[data]\nmax_length = 1024\n")
+    for use_file, use_set, use_option in itertools.product([False, True], repeat=3):
+        settings = load(
+            config=file if use_file else None,
+            sets=["steps=12"] if use_set else [],
+            options={"steps": 13 if use_option else None},
+        )
+        wanted = 13 if use_option else 12 if use_set else 11 if use_file else 60
+        assert settings.steps == wanted
+        assert settings.data.max_length == (1024 if use_file else 4096)
+
+
+def test_preset_may_come_from_any_layer(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "tny"\n')
+    with pytest.raises(dcp.ArgumentError, match="tiny"):
+        load(config=file)
+    assert load(config=file, preset="tiny").preset == "tiny"
+    assert load(config=file, sets=["preset=tiny"]).preset == "tiny"
+
+
+def test_printed_settings_read_back_equal(tmp_path: Path) -> None:
+    settings = load(
+        sets=[
+            "model.num_hidden_layers=3",
+            "optimizer.betas=[0.8, 0.9]",
+            "optimizer.clip=none",
+            "train.eval_every=5",
+        ],
+        options={"memory": "300MB", "data.source": "a folder/with 'quotes'"},
+    )
+    file = tmp_path / "printed.toml"
+    file.write_text(settings.to_toml())
+    assert load(config=file) == settings
+
+
+def test_sections_given_as_one_word(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('data = "some/folder"\noptimizer = "adamw"\n')
+    assert load(config=file).data.source == "some/folder"
+    assert load(sets=["data=other"]).data.source == "other"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("data.max_length=2048", "data.max_length", 2048),
+        ("optimizer.lr=1e-3", "optimizer.lr", 1e-3),
+        ("optimizer.lr=1", "optimizer.lr", 1.0),
+        ("optimizer.betas=0.8,0.9", "optimizer.betas", (0.8, 0.9)),
+        ("optimizer.clip=none", "optimizer.clip", None),
+        ("data.source=2024", "data.source", "2024"),
+        ("data.long = drop", "data.long", "drop"),
+        ("train.eval_share=0", "train.eval_share", 0.0),
+        ("memory=1GiB", "memory", 2**30),
+    ],
+)
+def test_set_values_get_the_type_of_their_key(text: str, key: str, value: Any) -> None:
+    found: Any = load(sets=[text])
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+def test_booleans_of_the_model() -> None:
+    assert load(sets=["model.tie_word_embeddings=true"]).model["tie_word_embeddings"] is True
+    assert load(sets=["model.tie_word_embeddings=false"]).model["tie_word_embeddings"] is False
+    with pytest.raises(dcp.ArgumentError, match="true or false"):
+        load(sets=["model.tie_word_embeddings=1"])
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["model.hiden_size=64"], "'model.hidden_size'"),
+        (["hiden_size=64"], "'model.hidden_size'"),
+        (["data.maxlength=64"], "'data.max_length'"),
+        (["step=64"], "'steps'"),
+        (["strategy=paked"], "'packed'"),
+        (["preset=tny"], "'tiny'"),
+        (["optimizer.schedule=cosin"], "'cosine'"),
+        (["optimizer=adam"], "'adamw'"),
+        (["data.long=spilt"], "'split'"),
+        (["train.weighting=tokens"], "'token'"),
+        (["device=cpuu"], "'cpu'"),
+        (["device=cuda"], "cuda.*CPU only"),
+        (["steps=many"], "steps = 'many' must be an integer"),
+        (["steps=1.5"], "steps = 1.5 must be an integer"),
+        (["steps=true"], "must be an integer"),
+        (["steps=-1"], "steps = -1 must be >= 0"),
+        (["optimizer.lr=nan"], "optimizer.lr"),
+        (["optimizer.betas=0.9"], "2 numbers"),
+        (["steps"], "KEY=VALUE"),
+        (["=3"], "KEY=VALUE"),
+        (["ranks=0"], "ranks = 0 must lie in 1"),
+        (["ranks=100000"], "ranks = 100000 must lie in"),
+        (["tokens_per_step=100"], "tokens_per_step = 100 is less than data.max_length = 4096"),
+        (["seed=-1"], "seed = -1"),
+        (["seed=9223372036854775808"], "seed"),
+        (["train.eval_share=1"], "eval_share"),
+        (["train.eval_share=0", "train.target_loss=2"], "held-out"),
+        (["checkpoint.save_every=2"], "--checkpoint"),
+        (["checkpoint.keep=0"], "checkpoint.keep"),
+        (["model.hidden_size=100", "model.num_attention_heads=3"], "num_attention_heads 3"),
+        (["model.num_attention_heads=0"], "num_attention_heads"),
+        (["model.max_position_embeddings=512"], "max_position_embeddings = 512"),
+        (["memory=lots"], "memory = 'lots' must be a size"),
+        (["memory=0"], "more than 0"),
+    ],
+)
+def test_mistakes_are_named(sets: list[str], words: str) -> None:
+    with pytest.raises((dcp.ArgumentError, dcp.UnsupportedError), match=words):
+        load(sets=sets)
+
+
+@pytest.mark.parametrize("text", ["steps = ", "steps = 3\nsteps = 4\n", "\x00"])
+def test_files_that_are_no_toml(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text(text)
+    with pytest.raises(dcp.ArgumentError, match=r"broken\.toml: not TOML"):
+        load(config=file)
+
+
+def test_messages_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(dcp.ArgumentError, match=r"absent\.toml: No such file"):
+        load(config=tmp_path / "absent.toml")
+    file = tmp_path / "mine.toml"
+    file.write_text("[model]\nhiden_size = 3\n")
+    with pytest.raises(dcp.ArgumentError, match=r"mine\.toml: unknown key 'model\.hiden_size'"):
+        load(config=file)
+
+
+def test_sizes_that_follow_from_others() -> None:
+    """Heads and width set without head_dim: head_dim follows; positions follow max_length."""
+    model = load(sets=["model.hidden_size=256", "model.num_attention_heads=4"]).model
+    assert model["head_dim"] == 64
+    model = load(
+        sets=["model.hidden_size=256", "model.num_attention_heads=4", "model.head_dim=32"]
+    ).model
+    assert model["head_dim"] == 32
+    grouped = load(sets=["model.num_attention_heads=8"]).model
+    assert grouped["num_key_value_heads"] == 8
+    long = load(sets=["data.max_length=16384", "tokens_per_step=65536"]).model
+    assert long["max_position_embeddings"] >= 16384
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        (4096, 4096),
+        ("1kB", 1000),
+        ("1KiB", 1024),
+        ("300MB", 300_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("141GB", 141_000_000_000),
+        ("2T", 2 * 10**12),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-3MB", "3XB", "1.2.3MB", "0", "iB", "3iB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(dcp.ArgumentError, match="memory"):
+        parse_bytes(text)
+
+
+def test_suggestions() -> None:
+    assert "known: a, b" in suggest("zzz", ["a", "b"])
+    assert suggest("zzz", [f"key{i}" for i in range(100)]) == ""

@@ -1,0 +1,245 @@
+"""`dcp train` for real: documents, JSON, checkpoints, resuming, sampling, and how runs end.
+
+A small model and short documents, so that each run takes about a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    *("train", "--tokens-per-step", "1024", "--seed", "3"),
+    *("--set", "data.max_length=256", "--set", "model.hidden_size=32"),
+    *("--set", "model.num_attention_heads=2", "--set", "model.num_hidden_layers=1"),
+    *("--set", "model.intermediate_size=64", "--set", "train.eval_tokens=512"),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of documents with a long tail, some of them held out."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(300):
+        words = f"def function_{i}(x):\n    return x + {i}\n" * (1 + (i * 7919) % 9)
+        (folder / f"{i:03d}.txt").write_text(words)
+    return folder
+
+
+def command(*args: Any) -> list[str]:
+    return [sys.executable, "-m", "dcp", *map(str, args)]
+
+
+def train(data: Path, *args: Any, code: int = 0) -> Any:
+    """Run `dcp train` on the small model; return the document, or the messages of a failure."""
+    run = subprocess.run(
+        command(*SMALL, "--data", data, *args, "--json", "-"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == code, run.stderr
+    if code != 0:
+        assert run.stdout == ""
+        return run.stderr
+    return json.loads(run.stdout)
+
+
+def losses(document: Any) -> list[float]:
+    return [step["loss"] for step in document["steps"]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text: Path) -> Any:
+    return train(text, "--ranks", 2, "--steps", 8)
+
+
+def test_document(two_ranks: Any) -> None:
+    """Every key of the contract, with its type; nothing is NaN (json would not parse it)."""
+    document = two_ranks
+    assert document["schema"] == 1 and document["command"] == "train" and document["world"] == 2
+    assert document["model"]["hidden_size"] == 32 and document["parameter_count"] > 0
+    assert len(document["steps"]) == 8
+    for number, step in enumerate(document["steps"]):
+        assert step["step"] == number and 0 < step["tokens"] <= 1024 and step["sequences"] > 0
+        assert step["loss"] > 0 and step["grad_norm"] > 0 and step["seconds"] > 0
+        assert step["lr"] > 0 and len(step["micro_batches"]) == 2 and step["arm"] is None
+        assert step["sp"] == [1] * step["micro_batches"][0] and len(step["plan"]) >= 16
+        assert step["idle_share"] is None or 0 <= step["idle_share"] < 1
+    assert document["tokens_per_s"] > 0 and len(document["parameters_sha256"]) == 64
+    memory = document["peak_memory_bytes"]
+    assert len(memory["ranks"]) == 2 and memory["node"] == sum(memory["ranks"]) > 0
+    assert document["eval_loss"] > 0 and document["seconds_to_target"] is None
+
+
+def test_worlds_agree_and_repeats_are_bitwise(text: Path, two_ranks: Any) -> None:
+    again = train(text, "--ranks", 2, "--steps", 8)
+    assert again["parameters_sha256"] == two_ranks["parameters_sha256"]
+    assert losses(again) == losses(two_ranks)
+    for ranks in (1, 3):
+        other = train(text, "--ranks", ranks, "--steps", 8)
+        assert losses(other) == pytest.approx(losses(two_ranks), rel=1e-5)
+        assert [s["tokens"] for s in other["steps"]] == [s["tokens"] for s in two_ranks["steps"]]
+
+
+def test_resume_is_bitwise_and_moves_to_another_world(
+    text: Path, two_ranks: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    keep = ("--checkpoint", folder, "--save-every", 2)
+    first = train(text, "--ranks", 2, "--steps", 4, *keep)
+    assert "already holds checkpoints" in train(text, "--steps", 8, *keep, code=2)
+    (folder / "step-00000099").mkdir()  # a kill while saving
+    resumed = train(text, "--ranks", 2, "--steps", 8, *keep, "--resume")
+    assert losses(first) + losses(resumed) == losses(two_ranks)
+    assert resumed["parameters_sha256"] == two_ranks["parameters_sha256"]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert [line["step"] for line in steps if line["kind"] == "step"] == list(range(8))
+    other = train(text, "--ranks", 3, "--steps", 10, *keep, "--resume")
+    assert [step["step"] for step in other["steps"]] == [8, 9]
+    message = train(text, "--steps", 3, *keep, "--resume", code=2)
+    assert "--steps 3" in message
+    message = train(
+        text, "--steps", 12, *keep, "--resume", "--set", "model.intermediate_size=80", code=2
+    )
+    assert "another model: intermediate_size is 64 there and 80 here" in message
+
+    shown = subprocess.run(
+        command("checkpoint", "show", folder, "--json", "-"), capture_output=True, text=True
+    )
+    document = json.loads(shown.stdout)
+    assert document["step"] == 10 and document["world"] == 3 and document["bytes"] > 0
+    assert len(document["tensors"]) > 10
+    verified = subprocess.run(command("checkpoint", "verify", folder), capture_output=True)
+    assert verified.returncode == 0
+    kept = [path.name for path in sorted(folder.glob("step-*")) if any(path.iterdir())]
+    assert kept == ["step-00000006", "step-00000008", "step-00000010"]
+
+    sampled = [
+        subprocess.run(
+            command(
+                "sample", "--checkpoint", folder, "--tokens", 20, "--json", "-", "--seed", seed
+            ),
+            capture_output=True,
+            text=True,
+        )
+        for seed in (1, 1, 2)
+    ]
+    texts = [json.loads(run.stdout)["text"] for run in sampled]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def ")
+
+
+def test_target_loss_stops_the_run(text: Path, two_ranks: Any) -> None:
+    target = (losses(two_ranks)[0] + losses(two_ranks)[-1]) / 2
+    document = train(text, "--ranks", 1, "--steps", 60, "--target-loss", target, "--eval-every", 1)
+    assert len(document["steps"]) < 60 and document["eval_loss"] <= target
+    assert 0 < document["seconds_to_target"] <= sum(s["seconds"] for s in document["steps"])
+
+
+def test_loss_that_is_not_finite(text: Path) -> None:
+    """A rate that blows up: stop names the step, skip goes on; alike on two ranks."""
+    blow = (
+        "--ranks",
+        2,
+        "--steps",
+        6,
+        "--set",
+        "optimizer.lr=1e30",
+        "--set",
+        "optimizer.clip=none",
+    )
+    message = train(text, *blow, code=1)
+    assert "step" in message and "Traceback" not in message
+    document = train(text, *blow, "--set", "train.nonfinite=skip")
+    skipped = [step["loss"] is None or step["grad_norm"] is None for step in document["steps"]]
+    assert 0 < document["skipped_steps"] == sum(skipped) < 6
+
+
+def test_sequence_weighting_is_another_loss(text: Path, two_ranks: Any) -> None:
+    document = train(text, "--ranks", 2, "--steps", 1, "--set", "train.weighting=sequence")
+    assert losses(document)[0] != losses(two_ranks)[0]
+    assert losses(document)[0] == pytest.approx(losses(two_ranks)[0], rel=0.1)
+
+
+def test_memory_cap_too_small_is_refused(text: Path) -> None:
+    message = train(text, "--ranks", 2, "--steps", 1, "--memory", "20kB", code=2)
+    assert "memory" in message.lower()
+
+
+def ends_with(data: Path, folder: Path, stop: Any) -> tuple[int, str]:
+    """Start a long run, call `stop(process)` once it has trained, return code and messages."""
+    before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        command(*SMALL, "--data", data, "--ranks", 3, "--steps", 10**6, "--metrics", folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:  # blocks until the first step is shown
+        seen.append(line)
+        if line.startswith("step "):
+            break
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    try:
+        stop(process)
+        out, err = process.communicate()
+    finally:
+        timer.cancel()
+    assert out == ""
+    assert set(os.listdir("/dev/shm")) <= before, "shared memory is left behind"
+    return process.returncode, "".join(seen) + err
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(name))
+    return sorted(found)
+
+
+def test_killed_rank_is_named(text: Path, tmp_path: Path) -> None:
+    victims: list[int] = []
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        def work(pid: int) -> int:
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return int(fields[11])
+
+        victims.append(max(children(process.pid), key=work))
+        os.kill(victims[0], signal.SIGKILL)
+
+    code, messages = ends_with(text, tmp_path, kill)
+    assert code == 1 and str(victims[0]) in messages and "rank" in messages
+    assert "Traceback" not in messages
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_interrupt(text: Path, tmp_path: Path, whole_group: bool) -> None:
+    """Ctrl-C reaches the whole group; a service manager signals the parent alone (case X-06)."""
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        if whole_group:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGINT)
+
+    code, messages = ends_with(text, tmp_path, interrupt)
+    assert code == 130 and "interrupted" in messages and "Traceback" not in messages
