@@ -89,7 +89,7 @@ class ShardedModel:
         self._names = [name for name, _ in tensors]
         self._frozen = _match(self._names, frozen)
         self._core = _dcp.Sharded(
-            world._core,
+            world,
             config.core(),
             device=device,
             block_rows=block_rows,
@@ -189,7 +189,7 @@ class ShardedModel:
             update_count=self._updates,
             trainable_count=trainable,
             plan_hash=int(plan_hash, 16) & 0xFFFFFFFFFFFFFFFF,
-            clip=optimizer.clip,
+            clip=optimizer.clip or 0.0,  # 0: no clipping
             lr=lr,
             beta1=optimizer.betas[0],
             beta2=optimizer.betas[1],

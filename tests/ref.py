@@ -1,13 +1,14 @@
 """Transformer1D in float64 NumPy: logits, loss and the gradient of every tensor.
 
 Slow and plain: it is the judge of the fast one. Sequences are computed one by one, so nothing can
-leak from one to another; a forward function returns its result and what its backward function needs.
-Legend: T tokens of all sequences, S of one, h hidden, f inner, H query heads, K key-value heads, D head
-size, V vocabulary.
+leak from one to another; a forward function returns its result and what its backward function
+needs. Legend: T tokens of all sequences, S of one, h hidden, f inner, H query heads, K key-value
+heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,11 +35,11 @@ def linear(x, weight, bias=None):
     return x @ weight.T + (0 if bias is None else bias)
 
 
-def rotation(length, head_dim, theta):
+def rotation(length, head_dim, theta, dtype=np.float64):
     """cos and sin [S, 1, D/2]."""
     frequency = theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     angle = np.arange(length)[:, None, None] * frequency
-    return np.cos(angle), np.sin(angle)
+    return np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
 
 
 def rotate(x_SHD, turn, inverse=False):
@@ -54,9 +55,9 @@ def attention(q_SHD, k_SKD, v_SKD):
     length, heads, head_dim = q_SHD.shape
     share = heads // k_SKD.shape[1]
     k, v = np.repeat(k_SKD, share, axis=1), np.repeat(v_SKD, share, axis=1)
-    scores = np.einsum("ihd,jhd->hij", q_SHD, k) / np.sqrt(head_dim)
+    scores = np.einsum("ihd,jhd->hij", q_SHD, k) / head_dim**0.5
     scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e300))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("hij,jhd->ihd", weights, v), (q_SHD, k, v, weights, share)
 
@@ -67,7 +68,7 @@ def attention_backward(dout_SHD, kept):
     dv = np.einsum("hij,ihd->jhd", weights, dout_SHD)
     dweights = np.einsum("ihd,jhd->hij", dout_SHD, v)
     dscores = weights * (dweights - np.sum(dweights * weights, axis=-1, keepdims=True))
-    dscores /= np.sqrt(head_dim)
+    dscores /= head_dim**0.5
     dq = np.einsum("hij,jhd->ihd", dscores, k)
     dk = np.einsum("hij,ihd->jhd", dscores, q)
 
@@ -84,11 +85,15 @@ class Reference:
     ----------
     config : object with the fields of `dcp.Transformer1D`
     tensors : mapping from Hugging Face's names to arrays
+    dtype : np.float32 makes it the textbook version in that precision: what rounding alone costs
     """
 
-    def __init__(self, config: Any, tensors: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, config: Any, tensors: Mapping[str, np.ndarray], dtype: Any = np.float64
+    ) -> None:
         self.config = config
-        self.tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
+        self.dtype = dtype
+        self.tensors = {name: np.asarray(x, dtype) for name, x in tensors.items()}
 
     def _linear(self, x, name):
         return linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
@@ -105,7 +110,7 @@ class Reference:
 
     def _layer(self, x, i, masks):
         c, name, (length, _) = self.config, f"model.layers.{i}", x.shape
-        turn = rotation(length, c.head_dim, c.rope_theta)
+        turn = rotation(length, c.head_dim, c.rope_theta, self.dtype)
         n1, kept1 = norm(x, self.tensors[f"{name}.input_layernorm.weight"], c.rms_norm_eps)
         q, k, v = (
             self._linear(n1, f"{name}.self_attn.{p}_proj").reshape(length, -1, c.head_dim)
@@ -176,7 +181,7 @@ class Reference:
         tokens = np.asarray(tokens)
         parts = [
             self._sequence(tokens[a:b], lambda *_: 1.0)[0]
-            for a, b in zip(offsets, offsets[1:], strict=False)
+            for a, b in itertools.pairwise(offsets)
             if b > a
         ]
         return np.concatenate([np.zeros((0, self.config.vocab_size)), *parts])
@@ -200,7 +205,7 @@ class Reference:
         scale = 1 / max(np.count_nonzero(labels != IGNORED), 1) if scale is None else scale
         gradients = {name: np.zeros_like(x) for name, x in self.tensors.items()}
         loss = 0.0
-        for a, b in zip(offsets, offsets[1:], strict=False):
+        for a, b in itertools.pairwise(offsets):
             if a == b:
                 continue
 
@@ -211,7 +216,7 @@ class Reference:
             top = logits.max(axis=-1, keepdims=True)
             lse = top + np.log(np.sum(np.exp(logits - top), axis=-1, keepdims=True))
             rows = np.flatnonzero(labels[a:b] != IGNORED)
-            w = np.zeros((b - a, 1))
+            w = np.zeros((b - a, 1), self.dtype)
             w[rows, 0] = scale * factor[a:b][rows]
             picked = logits[rows, labels[a:b][rows]]
             loss += float(np.sum(w[rows, 0] * (lse[rows, 0] - picked)))

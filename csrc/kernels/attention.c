@@ -272,10 +272,15 @@ forward_units(job_t *job)
     for (int64_t s = 0; s < args->sequence_count; s++) {
         attention_view_t view = view_of(args, s, 0);
         int64_t rows = view.query_count;
-        for (int64_t row = 0; row < rows; row += job->row_limit) {
-            int64_t end = row + job->row_limit < rows ? row + job->row_limit : rows;
-            unit_t unit = {s,   s + 1, row,
-                           end, NULL,  row_pairs(&view, row, end) * weight};
+        /* the kernels count groups of rows from the sequence's end */
+        int64_t end = rows % ATTENTION_ROWS;
+        for (int64_t row = 0; row < rows; row = end) {
+            end = end + job->row_limit < rows ? end + job->row_limit : rows;
+            unit_t unit = {.first_sequence = s,
+                           .end_sequence = s + 1,
+                           .first = row,
+                           .end = end,
+                           .cost = row_pairs(&view, row, end) * weight};
             if (row == 0 && end == rows) {
                 unit.end = 0;
             }
@@ -347,8 +352,8 @@ dcp_cpu_attention(dcp_pool_t *pool, const dcp_attention_args_t *args)
         forward_units(&job);
     }
     job.shared_bytes = (job.unit_count * (int64_t)sizeof(unit_t) + 63) / 64 * 64;
-    job.task_bytes =
-        forward_ops()->scratch_bytes(job.row_limit, group_size, args->head_dim);
+    job.task_bytes = forward_ops()->scratch_bytes(job.row_limit + ATTENTION_ROWS,
+                                                  group_size, args->head_dim);
     void *shared;
     DCP_TRY(dcp_pool_scratch(pool, 0, job.shared_bytes + job.task_bytes, &shared));
     job.units = shared;
@@ -401,14 +406,18 @@ backward_units(job_t *job, double total_cost, float *partial)
         double cost = row_pairs(&view, 0, view.query_count) * weight;
         int64_t keys = attention_segment_keys(view.key_count);
         if (dcp_pool_size(job->pool) == 1 || view.key_count <= keys || cost <= share) {
-            add_unit(job, (unit_t){s, s + 1, 0, 0, NULL, cost}, &last);
+            unit_t whole = {.first_sequence = s, .end_sequence = s + 1, .cost = cost};
+            add_unit(job, whole, &last);
             continue;
         }
         for (int64_t key = 0; key < view.key_count; key += keys) {
             int64_t end = key + keys < view.key_count ? key + keys : view.key_count;
             int64_t rows = view.query_count - attention_first_row(&view, key);
-            unit_t unit = {s,   s + 1, key,
-                           end, NULL,  (double)rows * (double)(end - key) * weight};
+            unit_t unit = {.first_sequence = s,
+                           .end_sequence = s + 1,
+                           .first = key,
+                           .end = end,
+                           .cost = (double)rows * (double)(end - key) * weight};
             if (key > 0) {
                 unit.partial = job->units != NULL ? partial + partial_count : NULL;
                 partial_count += rows * args->heads * args->head_dim;

@@ -4,8 +4,8 @@
  * A kernel sees one sequence and one key-value head, with the query heads that read it
  * ("head group"), and does a range of query rows (forward) or of keys (backward). Every
  * number depends on the sequence alone: how the ranges are cut never changes a bit,
- * provided forward ranges begin at multiples of ATTENTION_ROWS, and backward ranges are
- * whole segments (attention_segment_keys).
+ * provided forward ranges begin at 0 or a multiple of ATTENTION_ROWS before the
+ * sequence's end, and backward ranges are whole segments (attention_segment_keys).
  */
 #ifndef DCP_ATTENTION_H
 #define DCP_ATTENTION_H

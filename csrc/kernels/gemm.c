@@ -30,12 +30,12 @@ enum {
     CHUNK_ROWS = 96,          /* rows of op(A) that the panels stream by at a time */
     SLAB_BYTES = 4096 * 1024, /* most bytes of B that a task packs at a time */
     PACK_COLUMNS = 64,        /* columns that a task of dcp_cpu_gemm_pack packs */
-    TASKS_PER_THREAD = 4,
+    TASKS_PER_THREAD = 3,
     PACK_ALIGN = 16, /* packed columns are a multiple of this, whatever the set */
 };
 
 /* Below this many multiply-adds waking the workers costs more than it gives. */
-static const double PARALLEL_WORK = 1e6;
+static const double PARALLEL_WORK = 4e6;
 
 static const gemm_ops_t *
 ops_current(void)
@@ -142,29 +142,53 @@ typedef struct job {
     int64_t a_bytes, b_bytes; /* scratch of a worker */
 } job_t;
 
+/* Cuts C into row_count x column_count tiles, at least `least_columns` across: as many
+ * as wanted, then with the least packing (a task packs for itself), then tall columns
+ * kept whole, so that a row of A is read once. */
+static void
+job_cut(job_t *job, int64_t wanted, int64_t least_columns, int64_t *row_count_p,
+        int64_t *column_count_p)
+{
+    const dcp_gemm_args_t *g = job->args;
+    int64_t panels = ceil_div(g->n, job->panel);
+    int64_t row_limit = most(1, least(wanted, g->m / (2 * job->ops->rows)));
+    int64_t best_tasks = 0;
+    double best_cost = 0;
+    for (int64_t rows = 1; rows <= row_limit; rows++) {
+        int64_t columns = least(panels, most(least_columns, ceil_div(wanted, rows)));
+        int64_t tasks = least(wanted, rows * columns);
+        double cost = (g->trans_a ? (double)g->m * (double)columns : 0)
+                      + (g->b_packed == NULL ? (double)g->n * (double)rows : 0);
+        if (tasks > best_tasks || (tasks == best_tasks && cost <= best_cost)) {
+            best_tasks = tasks;
+            best_cost = cost;
+            *row_count_p = rows;
+            *column_count_p = columns;
+        }
+    }
+}
+
 static void
 job_plan(job_t *job)
 {
     const dcp_gemm_args_t *g = job->args;
     int64_t threads = dcp_pool_size(job->pool);
-    double work = (double)g->m * (double)g->n * (double)(g->k + 1);
-    int64_t wanted =
-        threads == 1 || work < PARALLEL_WORK ? 1 : TASKS_PER_THREAD * threads;
+    double work = (double)g->m * (double)g->n * (double)g->k;
+    bool alone = threads == 1 || work < PARALLEL_WORK;
     job->k_step = k_block(g->k);
     int64_t panels = ceil_div(g->n, job->panel);
-    int64_t column_tasks = 1;
+    int64_t row_count = 1, column_count = 1;
     if (g->b_packed == NULL) {
         int64_t panel_bytes = most(1, job->k_step) * job->panel * 4;
-        column_tasks = ceil_div(panels, most(1, SLAB_BYTES / panel_bytes));
+        column_count = ceil_div(panels, most(1, SLAB_BYTES / panel_bytes));
     }
-    /* Rows first: what is packed of A then serves all columns. */
-    int64_t row_limit = most(1, g->m / (2 * job->ops->rows));
-    job->row_tasks = least(row_limit, ceil_div(wanted, column_tasks));
-    column_tasks = least(panels, most(column_tasks, ceil_div(wanted, job->row_tasks)));
-    int64_t task_panels = ceil_div(panels, column_tasks);
-    job->task_columns = task_panels * job->panel;
+    if (!alone) {
+        job_cut(job, TASKS_PER_THREAD * threads, column_count, &row_count,
+                &column_count);
+    }
+    job->task_columns = ceil_div(panels, column_count) * job->panel;
     job->task_rows =
-        ceil_div(ceil_div(g->m, job->row_tasks), job->ops->rows) * job->ops->rows;
+        ceil_div(ceil_div(g->m, row_count), job->ops->rows) * job->ops->rows;
     job->row_tasks = ceil_div(g->m, job->task_rows);
     job->a_bytes = g->trans_a ? least(CHUNK_ROWS, job->task_rows) * job->k_step * 4 : 0;
     job->a_bytes = ceil_div(job->a_bytes, 64) * 64;

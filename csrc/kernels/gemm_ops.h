@@ -45,13 +45,17 @@ typedef struct gemm_ops {
     void (*block)(const gemm_block_t *block);
 } gemm_ops_t;
 
-/* m rows are cut into ceil(m / rows) strips that differ by one row at most: the first
- * row of strip s. */
-static inline int64_t
-gemm_strip_begin(int64_t m, int64_t strip_count, int64_t s)
+/* m > 0 rows as the fewest strips of at most `rows`: the first `longer` have least + 1
+ * rows, the others `least`. */
+typedef struct gemm_strips {
+    int64_t count, least, longer;
+} gemm_strips_t;
+
+static inline gemm_strips_t
+gemm_strips(int64_t m, int64_t rows)
 {
-    int64_t least = m / strip_count, longer = m % strip_count;
-    return s * least + (s < longer ? s : longer);
+    int64_t count = (m + rows - 1) / rows;
+    return (gemm_strips_t){count, m / count, m % count};
 }
 
 extern const gemm_ops_t gemm_ops_portable;

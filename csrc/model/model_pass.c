@@ -1,7 +1,7 @@
 /* The memory of one pass, and sending a batch to the device.
  *
  * One walk lays out the arena; without a base it only measures, so that what
- * dcp_model_activation_bytes promises and what a pass takes cannot disagree. The arena
+ * model_bytes.c promises and what a pass takes cannot disagree. The arena
  * is as large as the largest micro-batch so far needed, and grows by being freed first,
  * so that old and new are never held at once. Per token and layer it keeps
  * 2 h + (2 H + 2 K) D + H + 2 f + 2 floats: outputs of norms and of SwiGLU are computed
@@ -13,7 +13,6 @@
 #include "model_private.h"
 
 #include "dcp/alloc.h"
-#include "dcp/kernels.h"
 
 #include <inttypes.h>
 #include <math.h>

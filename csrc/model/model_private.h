@@ -55,6 +55,12 @@ typedef struct dcp_layer {
     dcp_linear_t q, k, v, o, gate, up, down;
 } dcp_layer_t;
 
+enum { DCP_LINEARS_PER_LAYER = 7 };
+void dcp_layer_linears(dcp_layer_t *layer,
+                       dcp_linear_t *linears[DCP_LINEARS_PER_LAYER]);
+/* A layer with the sizes of its linears and nothing bound. */
+void dcp_layer_set_sizes(const dcp_transformer1d_config_t *config, dcp_layer_t *layer);
+
 /* Device memory of one pass over T tokens; all of it lies in one arena.
  *
  *   inputs | x_0 .. | layer 0 | layer 1 | ... | norm, dnorm, dx | shared scratch

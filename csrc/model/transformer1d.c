@@ -11,16 +11,15 @@
 #include "model_private.h"
 
 #include "dcp/alloc.h"
-#include "dcp/kernels.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { LABEL_IGNORED = -100, LINEARS_PER_LAYER = 7 };
+enum { LABEL_IGNORED = -100 };
 
-static void
-layer_linears(dcp_layer_t *layer, dcp_linear_t *linears[LINEARS_PER_LAYER])
+void
+dcp_layer_linears(dcp_layer_t *layer, dcp_linear_t *linears[DCP_LINEARS_PER_LAYER])
 {
     linears[0] = &layer->q;
     linears[1] = &layer->k;
@@ -31,8 +30,8 @@ layer_linears(dcp_layer_t *layer, dcp_linear_t *linears[LINEARS_PER_LAYER])
     linears[6] = &layer->down;
 }
 
-static void
-set_sizes(const dcp_transformer1d_config_t *config, dcp_layer_t *layer)
+void
+dcp_layer_set_sizes(const dcp_transformer1d_config_t *config, dcp_layer_t *layer)
 {
     int64_t h = config->hidden_size, f = config->intermediate_size;
     int64_t q = config->num_attention_heads * config->head_dim;
@@ -72,7 +71,7 @@ dcp_model_create(const dcp_transformer1d_config_t *config,
     model->layers = memory;
     memset(model->layers, 0, (size_t)config->num_hidden_layers * sizeof(dcp_layer_t));
     for (int64_t i = 0; i < config->num_hidden_layers; i++) {
-        set_sizes(config, &model->layers[i]);
+        dcp_layer_set_sizes(config, &model->layers[i]);
     }
     model->head = (dcp_linear_t){.out = config->vocab_size, .in = config->hidden_size};
     status = device->queue_create(pool, &model->queue);
@@ -102,10 +101,10 @@ dcp_model_destroy(dcp_model_t *model)
     if (model == NULL) {
         return;
     }
-    dcp_linear_t *linears[LINEARS_PER_LAYER];
+    dcp_linear_t *linears[DCP_LINEARS_PER_LAYER];
     for (int64_t i = 0; i < model->config.num_hidden_layers; i++) {
-        layer_linears(&model->layers[i], linears);
-        for (int j = 0; j < LINEARS_PER_LAYER; j++) {
+        dcp_layer_linears(&model->layers[i], linears);
+        for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
             free_panels(model, linears[j]);
         }
     }
@@ -121,10 +120,10 @@ dcp_model_destroy(dcp_model_t *model)
 void
 dcp_model_weights_changed(dcp_model_t *model)
 {
-    dcp_linear_t *linears[LINEARS_PER_LAYER];
+    dcp_linear_t *linears[DCP_LINEARS_PER_LAYER];
     for (int64_t i = 0; i < model->config.num_hidden_layers; i++) {
-        layer_linears(&model->layers[i], linears);
-        for (int j = 0; j < LINEARS_PER_LAYER; j++) {
+        dcp_layer_linears(&model->layers[i], linears);
+        for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
             linears[j]->forward_fresh = linears[j]->backward_fresh = false;
         }
     }
@@ -421,36 +420,4 @@ dcp_model_logits(dcp_model_t *model, const dcp_batch_t *batch, float *logits)
         return DCP_OK;
     }
     return finish(model, run_logits(model, batch, logits));
-}
-
-/* Both panels of a weight, as allocated. */
-static int64_t
-panel_bytes(int64_t out, int64_t in, int64_t block_bytes)
-{
-    return dcp_gemm_pack_bytes(out, in) + dcp_gemm_pack_bytes(in, out)
-           + 2 * block_bytes;
-}
-
-int64_t
-dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                           int64_t token_count)
-{
-    enum { BLOCK_BYTES = 64, QUEUE_BYTES = 256 }; /* alloc.h's header; a CPU queue */
-    dcp_pass_t pass;
-    dcp_pass_layout(config, token_count, true, NULL, &pass);
-    int64_t rope_rows = dcp_model_rope_rows(config, token_count);
-    int64_t bytes = (int64_t)sizeof(dcp_model_t)
-                    + config->num_hidden_layers * (int64_t)sizeof(dcp_layer_t)
-                    + 6 * BLOCK_BYTES + QUEUE_BYTES;
-    bytes += pass.bytes + dcp_model_staging_bytes(config, token_count);
-    bytes += rope_rows * config->head_dim * (int64_t)sizeof(float);
-    dcp_layer_t layer;
-    dcp_linear_t *linears[LINEARS_PER_LAYER];
-    set_sizes(config, &layer);
-    layer_linears(&layer, linears);
-    for (int j = 0; j < LINEARS_PER_LAYER; j++) {
-        bytes += config->num_hidden_layers
-                 * panel_bytes(linears[j]->out, linears[j]->in, BLOCK_BYTES);
-    }
-    return bytes + panel_bytes(config->vocab_size, config->hidden_size, BLOCK_BYTES);
 }

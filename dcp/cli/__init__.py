@@ -187,6 +187,8 @@ def run(args: list[str]) -> int:
         return _fail(error.format_message(), error.exit_code, debug)
     except Exit as error:
         return _fail(str(error), error.code, debug)
+    except ImportError as error:
+        return _fail(f"this installation is incomplete: {_one_line(error)}", FAILED, debug)
     except Exception as error:
         known = isinstance(error, (dcp.Error, OSError))
         text = _one_line(error)

@@ -57,9 +57,7 @@ def accumulate(
     model: dcp.Model, batches: list[dict[str, Any]], gradients: Arrays | None = None, **more: Any
 ) -> tuple[float, Arrays]:
     """Loss and gradients of several micro-batches through the core, which adds them up."""
-    core = _dcp.Model(
-        model.config.core(), list(model.parameters().values()), device=model.device
-    )
+    core = _dcp.Model(model.config.core(), list(model.parameters().values()), device=model.device)
     if gradients is None:
         gradients = {name: np.zeros_like(x) for name, x in model.parameters().items()}
     loss = sum(
@@ -69,13 +67,18 @@ def accumulate(
     return loss, gradients
 
 
-def assert_close(got: Arrays, want: Arrays, tolerance: float = 1e-5) -> None:
-    """Promise 1: the error of each tensor relative to its norm. The second term is the rounding of
-    tensors whose true gradient is (nearly) zero beside the others."""
+def assert_close(
+    got: Arrays, want: Arrays, tolerance: float = 1e-5, plain: Arrays | None = None
+) -> None:
+    """Promise 1: the error of each tensor relative to its norm. Where the case is so badly
+    conditioned that the textbook computation in float32 (`plain`) errs more, three times as much
+    as that. The last term is the rounding of tensors whose true gradient is zero."""
     whole = np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in want.values()))
     for name, x in want.items():
         error = np.linalg.norm(got[name].astype(np.float64) - x)
-        assert error <= tolerance * np.linalg.norm(x) + 1e-2 * tolerance * whole, name
+        rounding = 0.0 if plain is None else 3 * np.linalg.norm(plain[name].astype(np.float64) - x)
+        limit = max(tolerance * np.linalg.norm(x), rounding)
+        assert error <= limit + 0.1 * tolerance * whole, name
 
 
 def assert_same(got: Arrays, want: Arrays) -> None:
@@ -83,6 +86,13 @@ def assert_same(got: Arrays, want: Arrays) -> None:
         np.testing.assert_array_equal(got[name], x, err_msg=name)
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 29,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SMALL = dcp.Transformer1D(
     29, 24, 20, 2, 4, num_key_value_heads=2, head_dim=10, attention_bias=True, mlp_bias=True
 )
@@ -94,7 +104,7 @@ def configs(draw: st.DrawFn) -> dcp.Transformer1D:
     heads = kv_heads * draw(st.integers(1, 3))
     return dcp.Transformer1D(
         vocab_size=draw(st.integers(1, 70)),
-        hidden_size=heads * draw(st.integers(1, 9)),
+        hidden_size=heads * draw(st.integers(-(-8 // heads), 12)),  # a norm of less is a sign
         intermediate_size=draw(st.integers(1, 50)),
         num_hidden_layers=draw(st.integers(1, 3)),
         num_attention_heads=heads,
@@ -123,9 +133,13 @@ def test_loss_and_gradients_match_reference(
     if weighted:
         extra["weights"] = np.random.default_rng(seed).random(sum(lengths), np.float32)
     want_loss, want = Reference(config, model.parameters()).loss_and_gradients(**batch, **extra)
+    _, plain = Reference(config, model.parameters(), np.float32).loss_and_gradients(
+        **batch, **extra
+    )
+    assert all(x.dtype == np.float32 for x in plain.values())
     loss, gradients = accumulate(model, [batch], **extra)
     assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-7)
-    assert_close(gradients, want)
+    assert_close(gradients, want, plain=plain)
 
 
 @settings(max_examples=25, deadline=None)
@@ -136,7 +150,11 @@ def test_logits_match_reference(config: dcp.Transformer1D, lengths: list[int], s
     want = Reference(config, model.parameters()).logits(batch["tokens"], batch["offsets"])
     got = model.logits(batch["tokens"], batch["offsets"])
     assert got.dtype == np.float32 and got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1.0, np.abs(want).max(initial=0)))
+    plain = Reference(config, model.parameters(), np.float32).logits(
+        batch["tokens"], batch["offsets"]
+    )
+    limit = max(1e-5 * np.abs(want).max(initial=0), 3 * np.abs(plain - want).max(initial=0))
+    np.testing.assert_allclose(got, want, rtol=0, atol=limit)
 
 
 def test_public_loss_is_the_mean_over_trainable_tokens() -> None:
@@ -152,7 +170,9 @@ def test_public_loss_is_the_mean_over_trainable_tokens() -> None:
     labels[:4] = plain["tokens"][1:5]
     labels[6:14] = plain["tokens"][7:15]
     assert model.loss(**plain) == model.loss(**plain, labels=labels)
-    assert_same(model.loss_and_gradients(**plain)[1], model.loss_and_gradients(**plain, labels=labels)[1])
+    assert_same(
+        model.loss_and_gradients(**plain)[1], model.loss_and_gradients(**plain, labels=labels)[1]
+    )
 
 
 def test_long_sequences_and_many_chunks_match_reference() -> None:
@@ -329,7 +349,7 @@ def test_rotary_table_grows() -> None:
     want = Reference(config, model.parameters()).logits(long, [0, 700])
     np.testing.assert_allclose(model.logits(long, [0, 700]), want, atol=2e-5 * np.abs(want).max())
     np.testing.assert_array_equal(model.logits(short, [0, 7]), first)
-    with pytest.raises(dcp.ArgumentError, match="701 tokens.*max_position_embeddings 700"):
+    with pytest.raises(dcp.ArgumentError, match=r"701 tokens.*max_position_embeddings 700"):
         model.logits(np.zeros(701, int), [0, 701])
 
 
@@ -353,7 +373,9 @@ class TestDropout:
         assert same[0][0] == same[1][0]
         assert_same(same[0][1], same[1][1])
         assert accumulate(model, [batch], dropout_seed=4)[0] != same[0][0]
-        assert accumulate(model, [batch], row_ids=np.arange(50) + 1, dropout_seed=3)[0] != same[0][0]
+        assert (
+            accumulate(model, [batch], row_ids=np.arange(50) + 1, dropout_seed=3)[0] != same[0][0]
+        )
         assert model.loss(**batch) != same[0][0]  # none without training
 
     def test_dealt_otherwise_draws_alike(self) -> None:
@@ -424,7 +446,7 @@ def test_presets_are_whole() -> None:
         assert config == dcp.Transformer1D(**config.core())
         assert 0 < models.preset_lr(name) < 0.1
     assert dcp.Transformer1D.preset("tiny", num_attention_heads=2, hidden_size=64).head_dim == 32
-    with pytest.raises(dcp.ArgumentError, match="'tny'.*'tiny'"):
+    with pytest.raises(dcp.ArgumentError, match=r"'tny'.*'tiny'"):
         dcp.Transformer1D.preset("tny")
 
 
@@ -447,7 +469,7 @@ def test_tensor_names_and_groups() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"hidden_size": 100, "num_attention_heads": 3}, "num_attention_heads 3 must divide hidden_size 100"),
+        ({"hidden_size": 25}, "num_attention_heads 4 must divide hidden_size 25"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads 4"),
         ({"head_dim": 7}, "head_dim 7 must be even"),
         ({"vocab_size": 0}, "vocab_size 0"),
@@ -462,11 +484,10 @@ def test_tensor_names_and_groups() -> None:
         ({"initializer_range": -0.1}, "initializer_range"),
         ({"max_position_embeddings": 0}, "max_position_embeddings 0"),
     ],
-)  # fmt: skip
+)
 def test_bad_configurations_are_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(dcp.ArgumentError, match=words):
-        dcp.Transformer1D(**({"vocab_size": 29, "hidden_size": 24, "intermediate_size": 20,
-                              "num_hidden_layers": 2, "num_attention_heads": 4} | fields))  # fmt: skip
+        dcp.Transformer1D(**(SIZES | fields))
 
 
 @pytest.mark.parametrize(
@@ -481,8 +502,7 @@ def test_bad_configurations_are_named(fields: dict[str, Any], words: str) -> Non
 )
 def test_wrong_types_are_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(dcp.DTypeError, match=words):
-        dcp.Transformer1D(**({"vocab_size": 29, "hidden_size": 24, "intermediate_size": 20,
-                              "num_hidden_layers": 2, "num_attention_heads": 4} | fields))  # fmt: skip
+        dcp.Transformer1D(**(SIZES | fields))
 
 
 @pytest.mark.parametrize(
@@ -539,7 +559,7 @@ def test_arrays_of_the_core_are_checked() -> None:
         _dcp.Model(core, [weights[0].astype(np.float64), *weights[1:]])
     with pytest.raises(dcp.ArgumentError, match=r"dimension 0 of model.embed_tokens.weight"):
         _dcp.Model(core, [weights[0][1:], *weights[1:]])
-    with pytest.raises(dcp.ArgumentError, match="device \"tpu\""):
+    with pytest.raises(dcp.ArgumentError, match='device "tpu"'):
         _dcp.Model(core, weights, device="tpu")
     with pytest.raises(dcp.ArgumentError, match="key mlp_bias"):
         _dcp.transformer1d_check({key: x for key, x in core.items() if key != "mlp_bias"})

@@ -60,7 +60,8 @@ dcp_status_t dcp_model_tensor_get(const dcp_transformer1d_config_t *config,
 
 /* Initial value of elements [first, first + count) of a tensor: a pure function of
  * (seed, tensor, element), so that each rank fills its own shard. Norm weights 1,
- * biases 0, matrices normal(0, initializer_range). */
+ * biases 0, matrices normal(0, initializer_range); what adds to the residual (o_proj,
+ * down_proj) smaller by sqrt(2 num_hidden_layers). */
 void dcp_model_init_run(const dcp_transformer1d_config_t *config, int64_t index,
                         uint64_t seed, int64_t first, int64_t count, float *out);
 
@@ -87,8 +88,11 @@ dcp_status_t dcp_model_logits(dcp_model_t *model, const dcp_batch_t *batch,
                               float *logits);
 
 /* Bytes that a forward and backward pass over a micro-batch of `token_count` tokens
- * holds at most beside weights and gradients, packed weights and scratch included;
- * never less than what is really held. */
+ * holds at most beside weights and gradients, packed weights and the scratch of a CPU
+ * pool of `thread_count` threads included; never less than what is really held. */
+int64_t dcp_model_pass_bytes(const dcp_transformer1d_config_t *config,
+                             int64_t token_count, int32_t thread_count);
+/* The same for a pool of one thread a core. */
 int64_t dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
                                    int64_t token_count);
 

@@ -181,11 +181,11 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
     }
 }
 
-#define WEIGH(name, n, masked)                                                      \
-    NOINLINE void name(const forward_t *f, const group_t *g, int64_t column,        \
-                       int64_t seen, int64_t step, int first_tile)                  \
-    {                                                                               \
-        weigh_panel(f, g, n, masked, column, seen, step, first_tile);               \
+#define WEIGH(name, n, masked)                                               \
+    NOINLINE void name(const forward_t *f, const group_t *g, int64_t column, \
+                       int64_t seen, int64_t step, int first_tile)           \
+    {                                                                        \
+        weigh_panel(f, g, n, masked, column, seen, step, first_tile);        \
     }
 WEIGH(weigh_whole, NV, 0)
 WEIGH(weigh_1, 1, 1)
@@ -254,11 +254,11 @@ add_values(const forward_t *f, const group_t *g, int nv, int64_t d, int64_t coun
     }
 }
 
-#define ADD(name, n)                                                                  \
+#define ADD(name, n)                                                                   \
     NOINLINE void name(const forward_t *f, const group_t *g, int64_t d, int64_t count, \
-                       int first_tile, const float *inverse)                          \
-    {                                                                                 \
-        add_values(f, g, n, d, count, first_tile, inverse);                           \
+                       int first_tile, const float *inverse)                           \
+    {                                                                                  \
+        add_values(f, g, n, d, count, first_tile, inverse);                            \
     }
 ADD(add_values_1, 1)
 ADD(add_values_2, 2)
@@ -266,6 +266,16 @@ ADD(add_values_2, 2)
 ADD(add_values_3, 3)
 ADD(add_values_4, 4)
 #endif
+
+/* offset + log(sum), in a form that keeps the digits where both are large and opposite
+ */
+static float
+log_sum(double offset, float sum)
+{
+    int exponent;
+    float mantissa = frexpf(sum, &exponent);
+    return (float)(offset + exponent * 0.69314718055994531 + (double)logf(mantissa));
+}
 
 /* Sums, log-sum-exp and 1 / sum of a group's rows; rows that see no key get 0 and
  * -inf. */
@@ -281,7 +291,7 @@ finish_sums(const forward_t *f, const group_t *g, float inverse[MR])
             if (attention_visible(view, row) > 0) {
                 float sum = vf_sum(vf_load(g->sum + r * VF));
                 inverse[r] = 1.0f / sum;
-                lse = fabsf(view->scale) * g->reference[r] + logf(sum);
+                lse = log_sum(fabs((double)view->scale) * (double)g->reference[r], sum);
             }
             view->lse[g->head * view->lse_stride + row] = lse;
         }
@@ -329,38 +339,62 @@ pass_tile(const forward_t *f, const group_t *g, int64_t key, int64_t key_count)
     }
 }
 
-/* The rows of group `index` of the range; a group that is not full is copied, so that
- * tiles may read MR rows. */
-static group_t
-group_at(const forward_t *f, int64_t head, int64_t first, int64_t end, int64_t index,
-         int64_t group_count)
+/* Rows of the range that come before its first group of MR rows: groups are counted
+ * from the sequence's end, so that, where masks are causal, the one that is not full
+ * sees fewest keys. */
+static int64_t
+lead_rows(const attention_view_t *view, int64_t first)
+{
+    return first == 0 ? view->query_count % MR : 0;
+}
+
+/* A group of fewer than MR rows: copied, so that tiles may read MR rows. */
+static void
+pad_queries(const forward_t *f, group_t *g)
+{
+    int64_t dim = f->view->head_dim;
+    for (int64_t r = 0; r < MR; r++) {
+        float *to = f->padded + r * dim;
+        if (r < g->row_count) {
+            memcpy(to, g->q + r * g->q_stride, (size_t)dim * sizeof(float));
+        } else {
+            memset(to, 0, (size_t)dim * sizeof(float));
+        }
+    }
+    g->q = f->padded;
+    g->q_stride = dim;
+}
+
+/* All groups of one head that see the tile. `start`: the first row that does, or one of
+ * its group. */
+static void
+pass_head(const forward_t *f, int64_t head, int64_t first, int64_t start, int64_t end,
+          int64_t key, int64_t key_count)
 {
     const attention_view_t *view = f->view;
-    float *state = f->states + (head * group_count + index) * f->state_count;
-    group_t g = {
-        .result = state,
-        .sum = state + MR * f->width,
-        .reference = state + MR * f->width + MR * VF,
-        .row = first + index * MR,
-        .head = head,
-    };
-    g.row_count = min_i64(MR, end - g.row);
-    g.q = view->q + g.row * view->q_stride + head * view->head_dim;
-    g.q_stride = view->q_stride;
-    if (g.row_count < MR) {
-        for (int64_t r = 0; r < MR; r++) {
-            float *to = f->padded + r * view->head_dim;
-            if (r < g.row_count) {
-                memcpy(to, g.q + r * view->q_stride,
-                       (size_t)view->head_dim * sizeof(float));
-            } else {
-                memset(to, 0, (size_t)view->head_dim * sizeof(float));
-            }
+    int64_t lead = lead_rows(view, first);
+    int64_t groups = (end - first + MR - 1) / MR;
+    int64_t index = start < first + lead ? 0 : (start - first - lead) / MR + (lead > 0);
+    int64_t row = index == 0 ? first : first + lead + (index - (lead > 0)) * MR;
+    float *state = f->states + (head * groups + index) * f->state_count;
+    while (row < end) {
+        group_t g = {
+            .result = state,
+            .sum = state + MR * f->width,
+            .reference = state + MR * f->width + MR * VF,
+            .q = view->q + row * view->q_stride + head * view->head_dim,
+            .q_stride = view->q_stride,
+            .row = row,
+            .row_count = row == first && lead > 0 ? lead : MR,
+            .head = head,
+        };
+        if (g.row_count < MR) {
+            pad_queries(f, &g);
         }
-        g.q = f->padded;
-        g.q_stride = view->head_dim;
+        pass_tile(f, &g, key, key_count);
+        row += g.row_count;
+        state += f->state_count;
     }
-    return g;
 }
 
 static void
@@ -385,14 +419,9 @@ forward(const attention_view_t *view, int64_t first, int64_t end, void *scratch)
     f.limit = HEADROOM / f.factor;
     float sign = view->scale < 0.0f ? -1.0f : 1.0f;
 
-    int64_t group_count = (end - first + MR - 1) / MR;
-    /* groups whose last row sees no key are done already */
-    int64_t idle = 0;
-    while (idle < group_count
-           && attention_visible(view, min_i64(first + (idle + 1) * MR, end) - 1) == 0) {
-        idle++;
-    }
-    clear_rows(view, first, min_i64(first + idle * MR, end));
+    /* rows that see no key; whole groups of them are not visited again */
+    int64_t idle = max_i64(first, min_i64(attention_first_row(view, 0), end));
+    clear_rows(view, first, idle);
     int64_t key_end = attention_visible(view, end - 1);
     for (int64_t key = 0; key < key_end; key += TILE_KEYS) {
         int64_t key_count = min_i64(TILE_KEYS, key_end - key);
@@ -400,14 +429,9 @@ forward(const attention_view_t *view, int64_t first, int64_t end, void *scratch)
                         key_count, view->head_dim, sign);
         pack_rows(f.values, f.width, view->v + key * view->v_stride, view->v_stride,
                   key_count, view->head_dim);
-        /* the first group with a row that sees this key */
-        int64_t row = max_i64(attention_first_row(view, key), first);
-        int64_t start = max_i64((row - first) / MR, idle);
+        int64_t start = max_i64(attention_first_row(view, key), first);
         for (int64_t head = 0; head < view->group_size; head++) {
-            for (int64_t i = start; i < group_count; i++) {
-                group_t g = group_at(&f, head, first, end, i, group_count);
-                pass_tile(&f, &g, key, key_count);
-            }
+            pass_head(&f, head, first, start, end, key, key_count);
         }
     }
 }

@@ -108,8 +108,8 @@ any_greater(vf a, vf b)
 #endif
 
 /* Larger of two, compared as integers: right for a limit test against a positive number
- * (negative scores order wrongly among themselves, and stay below it), on pipes that the
- * multiply-adds do not need. */
+ * (negative scores order wrongly among themselves, and stay below it), on pipes that
+ * the multiply-adds do not need. */
 INLINE vi
 vi_max(vi a, vi b)
 {
@@ -347,8 +347,8 @@ transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_s
 
 /* VF rows or fewer of [.][dim] -> VF columns of a panel [dim][PANEL]. */
 static void
-pack_columns(float *to, const float *from, int64_t row_stride, int64_t count, int64_t dim,
-             float factor)
+pack_columns(float *to, const float *from, int64_t row_stride, int64_t count,
+             int64_t dim, float factor)
 {
     float padded[VF * ATTENTION_MAX_DIM];
     if (count < VF) {

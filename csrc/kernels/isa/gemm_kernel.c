@@ -133,48 +133,48 @@ TILES(7)
 TILES(8)
 TILES(9)
 TILES(10)
-TILES(11) TILES(12)
+TILES(11)
+TILES(12)
 #endif
 
-    /* [rows - 1][vectors - 1][packed] */
-    static const tile_func_t tiles[ROWS][2][2] = {
-        ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4),  ENTRY(5),  ENTRY(6),
+/* [rows - 1][vectors - 1][packed] */
+static const tile_func_t tiles[ROWS][2][2] = {
+    ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4),  ENTRY(5),  ENTRY(6),
 #if ROWS > 6
-        ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(10), ENTRY(11), ENTRY(12),
+    ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(10), ENTRY(11), ENTRY(12),
 #endif
 };
 
-/* Row strip `s` of `strip_count` times the panel that starts at `column`. */
-static inline void
-tile_at(const gemm_block_t *block, int64_t strip_count, int64_t s, int64_t column)
-{
-    int64_t row = gemm_strip_begin(block->m, strip_count, s);
-    int64_t rows = gemm_strip_begin(block->m, strip_count, s + 1) - row;
-    int64_t left = block->n - column;
-    tile_t t = {
-        .kc = block->kc,
-        .a = block->a + row * (block->a_packed ? block->kc : block->a_stride),
-        .a_stride = block->a_stride,
-        .b = block->b + column / PANEL * block->panel_stride
-             + block->b_skip * (left > VF ? PANEL : VF),
-        .c = block->c + row * block->ldc + column,
-        .ldc = block->ldc,
-        .base =
-            block->base == NULL ? NULL : block->base + row * block->ld_base + column,
-        .ld_base = block->ld_base,
-        .bias = block->bias == NULL ? NULL : block->bias + column,
-        .columns = left < PANEL ? left : PANEL,
-    };
-    tiles[rows - 1][t.columns > VF][block->a_packed != 0](&t);
-}
-
+/* Strips stay near (gemm.c sees to that), panels stream by. */
 static void
 block_run(const gemm_block_t *block)
 {
-    int64_t strip_count = (block->m + ROWS - 1) / ROWS;
+    const gemm_strips_t strips = gemm_strips(block->m, ROWS);
+    const int packed = block->a_packed != 0;
+    tile_t t = {
+        .kc = block->kc,
+        .a_stride = block->a_stride,
+        .ldc = block->ldc,
+        .ld_base = block->ld_base,
+    };
     for (int64_t column = 0; column < block->n; column += PANEL) {
-        for (int64_t s = 0; s < strip_count; s++) {
-            tile_at(block, strip_count, s, column);
+        const int64_t left = block->n - column;
+        const int wide = left > VF;
+        t.columns = left < PANEL ? left : PANEL;
+        t.a = block->a;
+        t.b = block->b + column / PANEL * block->panel_stride
+              + block->b_skip * (wide ? PANEL : VF);
+        t.c = block->c + column;
+        t.base = block->base == NULL ? NULL : block->base + column;
+        t.bias = block->bias == NULL ? NULL : block->bias + column;
+        for (int64_t s = 0; s < strips.count; s++) {
+            const int64_t rows = strips.least + (s < strips.longer);
+            tiles[rows - 1][wide][packed](&t);
+            t.a += rows * (packed ? block->kc : block->a_stride);
+            t.c += rows * block->ldc;
+            if (t.base != NULL) {
+                t.base += rows * block->ld_base;
+            }
         }
     }
 }
@@ -206,29 +206,34 @@ typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, float *to);
 STRIP(1)
 STRIP(2)
 STRIP(3)
-STRIP(4) STRIP(5) STRIP(6)
+STRIP(4)
+STRIP(5)
+STRIP(6)
 #if ROWS > 6
-    STRIP(7) STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
+STRIP(7)
+STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
 #endif
 
-        static const strip_func_t strips[ROWS] = {
-            strip_1, strip_2, strip_3, strip_4,  strip_5,  strip_6,
+    static const strip_func_t strip_packs[ROWS] = {
+        strip_1, strip_2, strip_3, strip_4,  strip_5,  strip_6,
 #if ROWS > 6
-            strip_7, strip_8, strip_9, strip_10, strip_11, strip_12,
+        strip_7, strip_8, strip_9, strip_10, strip_11, strip_12,
 #endif
 };
 
 static void
 pack_a(int64_t m, int64_t k, const float *a, int64_t lda, float *packed)
 {
-    int64_t strip_count = (m + ROWS - 1) / ROWS;
+    const gemm_strips_t strips = gemm_strips(m, ROWS);
     for (int64_t j = 0; j < k; j += PACK_ROWS) {
         int64_t depth = k - j < PACK_ROWS ? k - j : PACK_ROWS;
-        for (int64_t s = 0; s < strip_count; s++) {
-            int64_t row = gemm_strip_begin(m, strip_count, s);
-            int64_t rows = gemm_strip_begin(m, strip_count, s + 1) - row;
-            strips[rows - 1](depth, a + j * lda + row, lda,
-                             packed + row * k + j * rows);
+        const float *from = a + j * lda;
+        float *to = packed;
+        for (int64_t s = 0; s < strips.count; s++) {
+            int64_t rows = strips.least + (s < strips.longer);
+            strip_packs[rows - 1](depth, from, lda, to + j * rows);
+            from += rows;
+            to += rows * k;
         }
     }
 }
