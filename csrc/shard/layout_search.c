@@ -1,5 +1,5 @@
 /* Layout planner, search: the least shard size S, and with it the order where any order
- * will do. All in units; `fits` is exact (see [Note: Greedy placement is exact]).
+ * will do. All in units; fits is exact (see [Note: Greedy placement is exact]).
  *
  * [Note: Which S to try]
  * A placement may exist for S and not for S + 1: a tensor that meets two borders needs
@@ -14,60 +14,23 @@
  * [Note: Any order]
  * For a given S and a given set of tensors already placed, only the least end matters.
  * So all orders are covered by a walk over multisets of (size, block) pairs, states
- * times pairs placements for one S - few where few tensors differ. Beyond that: five
- * sorted orders, all orders of whole kinds where at most six differ, insertion moves
- * and 200 random orders, each tried against the best S so far.
+ * times pairs placements for one S - few where few tensors differ. Beyond that see
+ * layout_orders.c.
  *
- * Cost: 782 tensors on 1,024 ranks take about 10 ms in a given order. */
+ * Cost: 782 tensors on 1,024 ranks take 1 to 15 ms in a given order. */
 #include "layout_search.h"
 
 #include "dcp/alloc.h"
-#include "dcp/rng.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    STEP_SLOTS = 64,              /* distinct lcms: each at least doubles */
-    STATE_LIMIT = 1 << 14,        /* multisets of the walk over all orders */
-    WALK_LIMIT = 1 << 16,         /* states times kinds */
-    KIND_SLOTS = 16,              /* more kinds than 14 pass STATE_LIMIT anyway */
-    PERMUTED_KINDS = 6,           /* at most 720 orders of whole kinds */
-    MOVE_COUNT = 400,             /* insertion moves */
-    RANDOM_COUNT = 200,           /* random orders */
-    SCAN_PLACEMENTS = 3000000,    /* of each exact scan */
-    ORDERS_PLACEMENTS = 60000000, /* of all orders together */
+    STATE_LIMIT = 1 << 14,     /* multisets of the walk over all orders */
+    WALK_LIMIT = 1 << 16,      /* states times kinds */
+    SCAN_PLACEMENTS = 3000000, /* of each scan, upward and downward */
 };
-
-/* Items of one size and block. */
-typedef struct kind {
-    layout_item_t item;
-    int64_t count;  /* of them */
-    int64_t stride; /* of its count in the number of a state */
-    int64_t first;  /* of them, in by_kind */
-} kind_t;
-
-typedef struct search {
-    const layout_item_t *items; /* borrowed */
-    int64_t count;
-    int64_t rank_count;
-    int64_t lower;             /* no S below fits */
-    int64_t best;              /* fits; above the limit: none found yet */
-    int64_t spent;             /* placements so far */
-    int64_t total;             /* units of all items */
-    int64_t *by_size;          /* [count] item numbers, size descending */
-    int64_t steps[STEP_SLOTS]; /* the L to try */
-    int32_t step_count;        /* of them */
-    const int64_t *order;      /* [count] that `fits` walks; NULL: any order */
-    int64_t *by_kind;          /* [count] item numbers, kind by kind */
-    kind_t kinds[KIND_SLOTS];  /* where kind_count <= KIND_SLOTS */
-    int64_t kind_count;        /* of all, KIND_SLOTS or not */
-    int64_t state_count;       /* multisets; 0: too many to walk */
-    int64_t *ends;             /* [state_count] least end, or -1 */
-    int64_t *sums;             /* [state_count] units placed */
-    uint8_t *last;             /* [state_count] kind placed last */
-} search_t;
 
 /* lcm(a, b), or cap + 1 where it is larger than cap. */
 static int64_t
@@ -92,7 +55,7 @@ cursor_at(int64_t shard, int64_t next)
 
 /* Walks search->order; gives up when the gaps cannot be made up any more. */
 static int32_t
-fits_in_order(search_t *search, int64_t shard)
+fits_in_order(layout_search_t *search, int64_t shard)
 {
     int64_t slack = search->rank_count * shard - search->total;
     layout_cursor_t cursor = {shard, 0, shard};
@@ -112,7 +75,7 @@ fits_in_order(search_t *search, int64_t shard)
 /* See [Note: Any order]. States are numbered so that a subset comes before the whole.
  */
 static int32_t
-fits_in_any_order(search_t *search, int64_t shard)
+fits_in_any_order(layout_search_t *search, int64_t shard)
 {
     int64_t slack = search->rank_count * shard - search->total;
     memset(search->ends, 0xff, (size_t)search->state_count * sizeof search->ends[0]);
@@ -122,7 +85,7 @@ fits_in_any_order(search_t *search, int64_t shard)
             continue;
         }
         for (int64_t k = 0; k < search->kind_count; k++) {
-            const kind_t *kind = &search->kinds[k];
+            const layout_kind_t *kind = &search->kinds[k];
             if (state / kind->stride % (kind->count + 1) == kind->count) {
                 continue;
             }
@@ -142,16 +105,16 @@ fits_in_any_order(search_t *search, int64_t shard)
     return search->ends[search->state_count - 1] >= 0;
 }
 
-static int32_t
-fits(search_t *search, int64_t shard)
+int32_t
+dcp_layout_search_fits(layout_search_t *search, int64_t shard)
 {
     return search->order != NULL ? fits_in_order(search, shard)
                                  : fits_in_any_order(search, shard);
 }
 
 /* Bisection over the multiples of each step. */
-static void
-search_steps(search_t *search)
+void
+dcp_layout_search_steps(layout_search_t *search)
 {
     for (int32_t i = 0; i < search->step_count; i++) {
         int64_t step = search->steps[i];
@@ -159,7 +122,7 @@ search_steps(search_t *search)
         int64_t high = (search->best - 1) / step;
         while (low <= high) {
             int64_t middle = low + (high - low) / 2;
-            if (fits(search, middle * step)) {
+            if (dcp_layout_search_fits(search, middle * step)) {
                 search->best = middle * step;
                 high = middle - 1;
             } else {
@@ -171,7 +134,7 @@ search_steps(search_t *search)
 
 /* lcm of the blocks of all items longer than 2 best: every smaller S is a multiple. */
 static int64_t
-forced_step(const search_t *search)
+forced_step(const layout_search_t *search)
 {
     int64_t step = 1;
     for (int64_t i = 0; i < search->count && step <= search->best; i++) {
@@ -184,14 +147,14 @@ forced_step(const search_t *search)
     return step;
 }
 
-static void
-search_values(search_t *search)
+void
+dcp_layout_search_values(layout_search_t *search)
 {
     int64_t step = forced_step(search);
     int64_t shard = (search->lower + step - 1) / step * step;
     int64_t end = search->spent + SCAN_PLACEMENTS;
     for (; shard < search->best && search->spent < end; shard += step) {
-        if (fits(search, shard)) {
+        if (dcp_layout_search_fits(search, shard)) {
             search->best = shard;
             return;
         }
@@ -199,26 +162,26 @@ search_values(search_t *search)
     end = search->spent + SCAN_PLACEMENTS;
     int64_t below = (search->best - 1) / step * step;
     for (; below >= shard && search->spent < end; below -= step) {
-        if (fits(search, below)) {
+        if (dcp_layout_search_fits(search, below)) {
             search->best = below;
         }
     }
 }
 
 /* Some S that fits, by doubling; all in one shard always does. */
-static dcp_status_t
-search_first(search_t *search, int64_t shard_limit)
+dcp_status_t
+dcp_layout_search_first(layout_search_t *search, int64_t shard_limit)
 {
     int64_t shard = search->lower;
     search->best = shard_limit + 1;
     while (shard <= shard_limit) {
-        if (fits(search, shard)) {
+        if (dcp_layout_search_fits(search, shard)) {
             search->best = shard;
             return DCP_OK;
         }
         shard = shard > shard_limit / 2 ? shard_limit + 1 : shard * 2;
     }
-    search_steps(search);
+    dcp_layout_search_steps(search);
     if (search->best > shard_limit) {
         return DCP_FAIL(DCP_ERR_ARG,
                         "no layout over %" PRId64
@@ -229,23 +192,18 @@ search_first(search_t *search, int64_t shard_limit)
 }
 
 static dcp_status_t
-search_all(search_t *search, int64_t shard_limit)
+search_all(layout_search_t *search, int64_t shard_limit)
 {
-    DCP_TRY(search_first(search, shard_limit));
-    search_steps(search);
-    search_values(search);
+    DCP_TRY(dcp_layout_search_first(search, shard_limit));
+    dcp_layout_search_steps(search);
+    dcp_layout_search_values(search);
     return DCP_OK;
 }
-
-typedef struct sort_key {
-    int64_t first, second; /* descending */
-    int64_t item;          /* then ascending */
-} sort_key_t;
 
 static int
 compare_keys(const void *left, const void *right)
 {
-    const sort_key_t *a = left, *b = right;
+    const layout_key_t *a = left, *b = right;
     if (a->first != b->first) {
         return a->first > b->first ? -1 : 1;
     }
@@ -256,13 +214,14 @@ compare_keys(const void *left, const void *right)
 }
 
 /* Item numbers by size (and block) or by block (and size), descending. */
-static void
-sort_items(const search_t *search, int32_t by_block, sort_key_t *keys, int64_t *order)
+void
+dcp_layout_sort_items(const layout_search_t *search, int32_t by_block,
+                      layout_key_t *keys, int64_t *order)
 {
     for (int64_t i = 0; i < search->count; i++) {
         layout_item_t item = search->items[i];
-        keys[i] = by_block ? (sort_key_t){item.block, item.size, i}
-                           : (sort_key_t){item.size, item.block, i};
+        keys[i] = by_block ? (layout_key_t){item.block, item.size, i}
+                           : (layout_key_t){item.size, item.block, i};
     }
     qsort(keys, (size_t)search->count, sizeof keys[0], compare_keys);
     for (int64_t i = 0; i < search->count; i++) {
@@ -270,17 +229,9 @@ sort_items(const search_t *search, int32_t by_block, sort_key_t *keys, int64_t *
     }
 }
 
-static void
-reverse(const int64_t *order, int64_t count, int64_t *reversed)
-{
-    for (int64_t i = 0; i < count; i++) {
-        reversed[i] = order[count - 1 - i];
-    }
-}
-
 /* Groups equal items (neighbours in by_kind) and sizes the walk over all orders. */
 static void
-find_kinds(search_t *search)
+find_kinds(layout_search_t *search)
 {
     int64_t states = 1;
     search->kind_count = 0;
@@ -292,140 +243,22 @@ find_kinds(search_t *search)
                && search->items[search->by_kind[end]].block == item.block) {
             end++;
         }
-        if (search->kind_count < KIND_SLOTS) {
-            search->kinds[search->kind_count] = (kind_t){item, end - i, states, i};
+        if (search->kind_count < LAYOUT_KIND_SLOTS) {
+            search->kinds[search->kind_count] =
+                (layout_kind_t){item, end - i, states, i};
         }
         search->kind_count++;
         states = states > STATE_LIMIT ? states : states * (end - i + 1);
         i = end;
     }
-    int32_t few = search->kind_count <= KIND_SLOTS && states <= STATE_LIMIT
+    int32_t few = search->kind_count <= LAYOUT_KIND_SLOTS && states <= STATE_LIMIT
                   && states * search->kind_count <= WALK_LIMIT;
     search->state_count = few ? states : 0;
 }
 
-/* Tries one order against the best S: at the next smaller multiple of each step. */
-static void
-try_order(search_t *search, const int64_t *order, int64_t *best_order)
-{
-    search->order = order;
-    for (int32_t i = 0; i < search->step_count; i++) {
-        int64_t step = search->steps[i];
-        int64_t shard = (search->best - 1) / step * step;
-        if (shard >= search->lower && fits(search, shard)) {
-            search->best = shard;
-            search_steps(search);
-            memcpy(best_order, order, (size_t)search->count * sizeof order[0]);
-        }
-    }
-}
-
-/* Tries the order that takes the kinds one after the other, as `kinds` says. */
-static void
-try_kinds(search_t *search, const int64_t *kinds, int64_t *order, int64_t *best_order)
-{
-    int64_t place = 0;
-    for (int64_t k = 0; k < search->kind_count; k++) {
-        const kind_t *kind = &search->kinds[kinds[k]];
-        memcpy(order + place, search->by_kind + kind->first,
-               (size_t)kind->count * sizeof order[0]);
-        place += kind->count;
-    }
-    try_order(search, order, best_order);
-}
-
-/* All orders of whole kinds, by Heap's algorithm. */
-static void
-try_kind_orders(search_t *search, int64_t *order, int64_t *best_order)
-{
-    int64_t kinds[PERMUTED_KINDS] = {0, 1, 2, 3, 4, 5}, turn[PERMUTED_KINDS] = {0};
-    try_kinds(search, kinds, order, best_order);
-    for (int64_t i = 1; i < search->kind_count;) {
-        if (turn[i] == i) {
-            turn[i++] = 0;
-            continue;
-        }
-        int64_t other = i % 2 == 0 ? 0 : turn[i];
-        int64_t kept = kinds[other];
-        kinds[other] = kinds[i];
-        kinds[i] = kept;
-        turn[i]++;
-        i = 1;
-        try_kinds(search, kinds, order, best_order);
-    }
-}
-
-static void
-try_moves(search_t *search, dcp_rng_t *rng, int64_t *order, int64_t *best_order)
-{
-    uint64_t count = (uint64_t)search->count;
-    for (int32_t i = 0; i < MOVE_COUNT && search->spent < ORDERS_PLACEMENTS; i++) {
-        int64_t from = (int64_t)dcp_rng_below(rng, count);
-        int64_t to = (int64_t)dcp_rng_below(rng, count);
-        int64_t moved = best_order[from];
-        int64_t place = 0;
-        for (int64_t k = 0; k < search->count; k++) {
-            if (k != from) {
-                place += place == to;
-                order[place++] = best_order[k];
-            }
-        }
-        order[to] = moved;
-        try_order(search, order, best_order);
-    }
-}
-
-static void
-try_random(search_t *search, dcp_rng_t *rng, int64_t *order, int64_t *best_order)
-{
-    for (int64_t i = 0; i < search->count; i++) {
-        order[i] = i;
-    }
-    for (int32_t n = 0; n < RANDOM_COUNT && search->spent < ORDERS_PLACEMENTS; n++) {
-        for (int64_t i = search->count - 1; i > 0; i--) {
-            int64_t other = (int64_t)dcp_rng_below(rng, (uint64_t)i + 1);
-            int64_t kept = order[i];
-            order[i] = order[other];
-            order[other] = kept;
-        }
-        try_order(search, order, best_order);
-    }
-}
-
-/* Too many orders to walk. `keys` and `order` are scratch of `count` each. */
-static dcp_status_t
-search_orders(search_t *search, int64_t shard_limit, sort_key_t *keys, int64_t *order,
-              int64_t *best_order)
-{
-    dcp_rng_t rng;
-    dcp_rng_init(&rng, 0, 0);
-    for (int64_t i = 0; i < search->count; i++) {
-        best_order[i] = i;
-    }
-    search->order = best_order;
-    DCP_TRY(search_first(search, shard_limit));
-    search_steps(search);
-    try_order(search, search->by_size, best_order);
-    reverse(search->by_size, search->count, order);
-    try_order(search, order, best_order);
-    sort_items(search, 1, keys, search->by_kind);
-    try_order(search, search->by_kind, best_order);
-    reverse(search->by_kind, search->count, order);
-    try_order(search, order, best_order);
-    if (search->kind_count <= PERMUTED_KINDS) {
-        sort_items(search, 0, keys, search->by_kind);
-        try_kind_orders(search, order, best_order);
-    }
-    try_moves(search, &rng, order, best_order);
-    try_random(search, &rng, order, best_order);
-    search->order = best_order;
-    search_values(search);
-    return DCP_OK;
-}
-
 /* Walks all orders for every S. */
 static dcp_status_t
-search_states(search_t *search, int64_t shard_limit, int64_t *order)
+search_states(layout_search_t *search, int64_t shard_limit, int64_t *order)
 {
     void *memory;
     int64_t state_bytes = 2 * (int64_t)sizeof(int64_t) + 1;
@@ -437,7 +270,7 @@ search_states(search_t *search, int64_t shard_limit, int64_t *order)
     for (int64_t state = 0; state < search->state_count; state++) {
         search->sums[state] = 0;
         for (int64_t k = 0; k < search->kind_count; k++) {
-            const kind_t *kind = &search->kinds[k];
+            const layout_kind_t *kind = &search->kinds[k];
             search->sums[state] +=
                 state / kind->stride % (kind->count + 1) * kind->item.size;
         }
@@ -445,10 +278,11 @@ search_states(search_t *search, int64_t shard_limit, int64_t *order)
     search->order = NULL;
     dcp_status_t status = search_all(search, shard_limit);
     if (status == DCP_OK) {
-        fits(search, search->best); /* leaves the way that led there */
+        dcp_layout_search_fits(search,
+                               search->best); /* leaves the way that led there */
         int64_t state = search->state_count - 1;
         for (int64_t place = search->count - 1; place >= 0; place--) {
-            const kind_t *kind = &search->kinds[search->last[state]];
+            const layout_kind_t *kind = &search->kinds[search->last[state]];
             int64_t nth = state / kind->stride % (kind->count + 1) - 1;
             order[place] = search->by_kind[kind->first + nth];
             state -= kind->stride;
@@ -459,7 +293,7 @@ search_states(search_t *search, int64_t shard_limit, int64_t *order)
 }
 
 static void
-bound_and_steps(search_t *search, int64_t shard_limit)
+bound_and_steps(layout_search_t *search, int64_t shard_limit)
 {
     search->total = 0;
     search->lower = 1;
@@ -475,7 +309,8 @@ bound_and_steps(search_t *search, int64_t shard_limit)
     int64_t step = 1;
     search->steps[0] = 1;
     search->step_count = 1;
-    for (int64_t i = 0; i < search->count && search->step_count < STEP_SLOTS; i++) {
+    for (int64_t i = 0; i < search->count && search->step_count < LAYOUT_STEP_SLOTS;
+         i++) {
         step = lcm_capped(step, search->items[search->by_size[i]].block, shard_limit);
         if (step > shard_limit) {
             break;
@@ -492,22 +327,23 @@ dcp_layout_search(const layout_item_t *items, int64_t count, int64_t rank_count,
                   int64_t *shard_p)
 {
     void *memory;
-    int64_t item_bytes = (int64_t)sizeof(sort_key_t) + 3 * (int64_t)sizeof(int64_t);
+    int64_t item_bytes = (int64_t)sizeof(layout_key_t) + 3 * (int64_t)sizeof(int64_t);
     DCP_TRY(dcp_alloc_array(count, item_bytes, "layout search", &memory));
-    sort_key_t *keys = memory;
-    search_t search = {.items = items, .count = count, .rank_count = rank_count};
+    layout_key_t *keys = memory;
+    layout_search_t search = {.items = items, .count = count, .rank_count = rank_count};
     search.by_size = (int64_t *)(keys + count);
     search.by_kind = search.by_size + count;
     int64_t *scratch = search.by_kind + count;
-    sort_items(&search, 0, keys, search.by_size);
+    dcp_layout_sort_items(&search, 0, keys, search.by_size);
     bound_and_steps(&search, shard_limit);
     dcp_status_t status;
     if (any_order) {
         memcpy(search.by_kind, search.by_size, (size_t)count * sizeof order[0]);
         find_kinds(&search);
-        status = search.state_count > 0
-                     ? search_states(&search, shard_limit, order)
-                     : search_orders(&search, shard_limit, keys, scratch, order);
+        status =
+            search.state_count > 0
+                ? search_states(&search, shard_limit, order)
+                : dcp_layout_search_orders(&search, shard_limit, keys, scratch, order);
     } else {
         for (int64_t i = 0; i < count; i++) {
             order[i] = i;
