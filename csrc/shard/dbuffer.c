@@ -149,9 +149,9 @@ dcp_dbuffer_destroy(dcp_dbuffer_t *buffer)
     if (buffer == NULL) {
         return;
     }
-    dcp_alloc_account(-buffer->moved_bytes,
-                      "share of a sharded buffer"); /* gives back: cannot fail */
     dcp_window_destroy(buffer->window);
+    /* after the window, so that less is held than before: it cannot fail */
+    dcp_alloc_account(-buffer->moved_bytes, "share of a sharded buffer");
     dcp_free(buffer->pieces);
     dcp_free(buffer->squares);
     dcp_free(buffer);
