@@ -363,7 +363,8 @@ def test_cost_model_of_a_model() -> None:
     wide = dcp.CostModel.for_model(dcp.Transformer1D.preset("tiny", num_hidden_layers=8))
     narrow = dcp.CostModel.for_model(dcp.Transformer1D.preset("tiny", num_hidden_layers=4))
     assert wide.square_s == pytest.approx(2 * narrow.square_s)
-    assert cost.fixed_bytes == pytest.approx(16 * config.parameter_count())
+    assert cost.fixed_bytes == pytest.approx(4 * config.parameter_count())
+    assert cost.sharded_bytes == pytest.approx(12 * config.parameter_count())
     fixed = cost.memory([], world_size=1)
     for tokens in (1, 7, 100, 1000, 4096, 9999, 16384):
         held = config.activation_bytes(tokens)
