@@ -65,6 +65,11 @@ PyArrayObject *bind_integers(PyObject *object, int type_num, const char *what);
 struct dcp_comm;
 struct dcp_comm *bind_world_comm(PyObject *world);
 
+/* A new dcp._dcp.Window of a world of `size` ranks; takes the window over, also when it
+ * fails. */
+struct dcp_window;
+PyObject *bind_window_new(struct dcp_window *window, int32_t size);
+
 /* Reads a mapping of dcp_transformer1d_config_t's fields (Hugging Face names; every key
  * needed, no other allowed) and checks it. 0, or -1 with an exception. */
 struct dcp_transformer1d_config;
@@ -73,6 +78,7 @@ int bind_transformer1d_config(PyObject *mapping,
 
 /* Each adds its part to the module; 0, or -1 with an exception. */
 int bind_world_register(PyObject *module);
+int bind_window_register(PyObject *module); /* called by bind_world_register */
 int bind_gemm_register(PyObject *module);
 int bind_kernels_register(PyObject *module);
 int bind_ops_register(PyObject *module);

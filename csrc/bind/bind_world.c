@@ -415,6 +415,26 @@ world_split(PyObject *object, PyObject *args)
 }
 
 static PyObject *
+world_window(PyObject *object, PyObject *argument)
+{
+    world_t *self = (world_t *)object;
+    long long bytes = PyLong_AsLongLong(argument);
+    if (bytes == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    dcp_comm_t *comm = enter(self);
+    if (comm == NULL) {
+        return NULL;
+    }
+    dcp_window_t *window = NULL;
+    dcp_status_t status;
+    BIND_NOGIL(status, dcp_window_create(comm, bytes, &window));
+    PyObject *result =
+        status == DCP_OK ? bind_window_new(window, dcp_comm_size(comm)) : NULL;
+    return leave(self, status, result);
+}
+
+static PyObject *
 world_abort(PyObject *object, PyObject *argument)
 {
     world_t *self = (world_t *)object;
@@ -555,6 +575,8 @@ static PyMethodDef world_methods[] = {
     {"_broadcast", world_broadcast, METH_VARARGS, NULL},
     {"_exchange", world_exchange, METH_VARARGS, NULL},
     {"_split", world_split, METH_VARARGS, NULL},
+    {"_window", world_window, METH_O,
+     "_window(bytes)\n--\n\nMemory that all ranks see; each brings `bytes`, zeros."},
     {"_abort", world_abort, METH_O, NULL},
     {"_close", world_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -599,6 +621,9 @@ bind_world_register(PyObject *module)
     world_type = (PyTypeObject *)type;
     dcp_comm_set_interrupt(poll_signals);
     if (PyModule_AddFunctions(module, functions) < 0) {
+        return -1;
+    }
+    if (bind_window_register(module) < 0) {
         return -1;
     }
     return PyModule_AddObjectRef(module, "World", type);

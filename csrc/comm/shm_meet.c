@@ -251,10 +251,12 @@ shm_meet_begin(const dcp_comm_options_t *options, int32_t world_fd, shm_root_t *
     }
     reclaim_all(folder, path);
     int fd;
-    DCP_TRY(find_segment(options, folder, path,
-                         dcp_clock_ns() + options->join_timeout_ns, &fd));
+    dcp_status_t status = find_segment(options, folder, path,
+                                       dcp_clock_ns() + options->join_timeout_ns, &fd);
+    if (status != DCP_OK) {
+        return status;
+    }
     shm_segment_t head;
-    dcp_status_t status = DCP_OK;
     if (pread(fd, &head, sizeof head, 0) != (ssize_t)sizeof head
         || head.magic != segment_magic) {
         status = DCP_FAIL(DCP_ERR_STATE,

@@ -331,6 +331,38 @@ def test_exchange_of_different_sizes() -> None:
         assert "rank 0 sent 16 bytes to rank 1, which expected 20" in str(result)
 
 
+def test_windows() -> None:
+    """Views of all ranks' memory; a view outlives window, world and the other ranks."""
+
+    def body(world: World) -> np.ndarray:
+        window = world._window(4 * 1000 if world.rank < 2 else 0)
+        assert window.part(2).size == 0 and not window.part(0).any()
+        with pytest.raises(dcp.ArgumentError, match="rank 3"):
+            window.part(3)
+        with pytest.raises(dcp.ArgumentError, match="rank 2's part of 0 bytes"):
+            window.reduce(0, np.zeros(1, np.float32))
+        if world.rank < 2:
+            window.part(world.rank).view(np.float32)[:] = world.rank + 1
+        world.barrier()
+        return window.part(1).view(np.float32)
+
+    for view in well(run(3, body)):
+        assert (view == 2).all()
+
+    def sums(world: World) -> None:
+        window = world._window(4 * 1000)
+        mine = window.part(world.rank).view(np.float32)
+        mine[:] = np.arange(1000) * (world.rank + 1)
+        world.barrier()
+        first, end = 500 * world.rank, 500 * (world.rank + 1)
+        window.reduce(4 * first, mine[first:end])
+        np.testing.assert_array_equal(mine[first:end], 3 * np.arange(first, end))
+        with pytest.raises(dcp.DTypeError, match="out"):
+            window.reduce(0, np.zeros(1))
+
+    well(run(2, sums))
+
+
 class TestArguments:
     """Wrong arguments are named, on the rank that gave them, before anyone waits."""
 
