@@ -243,6 +243,7 @@ typedef struct call {
     PyArrayObject *tokens, *offsets, *labels, *weights, *row_ids;
     PyObject *gradients; /* tuple, or NULL */
     float **pointers;    /* weights, then gradients */
+    int holds_pool;      /* the process's pool stays until call_fini */
     double loss;
 } call_t;
 
@@ -256,6 +257,9 @@ call_fini(model_object_t *self, call_t *call)
     Py_XDECREF(call->row_ids);
     Py_XDECREF(call->gradients);
     dcp_free(call->pointers);
+    if (call->holds_pool) {
+        bind_pool_drop();
+    }
     self->busy = 0;
 }
 
@@ -363,10 +367,11 @@ call_begin(model_object_t *self, call_t *call)
 static int
 call_start(model_object_t *self, call_t *call)
 {
-    dcp_pool_t *pool = bind_pool();
+    dcp_pool_t *pool = bind_pool_hold();
     if (pool == NULL) {
         return -1;
     }
+    call->holds_pool = 1;
     dcp_status_t status = call_bind(self, call, pool);
     if (status != DCP_OK) {
         bind_raise(status);

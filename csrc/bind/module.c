@@ -295,6 +295,14 @@ module_set_num_threads(PyObject *module, PyObject *argument)
         return bind_raise(status);
     }
     if (process_pool != NULL && dcp_pool_size(process_pool) != (int32_t)count) {
+        if (process_pool_users > 0) {
+            dcp_status_t status = DCP_FAIL(
+                DCP_ERR_STATE,
+                "the thread pool is in use by %d models or calls: close them before "
+                "another thread count",
+                (int)process_pool_users);
+            return bind_raise(status);
+        }
         dcp_pool_destroy(process_pool);
         process_pool = NULL;
     }
