@@ -54,6 +54,13 @@ class Stats:
         Sequences to train on.
     tokens : int
         Their tokens.
+
+    Examples
+    --------
+    >>> from dcp import data
+    >>> stats = data.Packed([5, 6, 7, 8, 9], [0, 4, 4, 5], max_length=3).stats
+    >>> stats.documents, stats.empty, stats.split, stats.pieces
+    (2, 1, 1, 3)
     """
 
     documents: int

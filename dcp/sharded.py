@@ -69,6 +69,14 @@ class ShardedModel:
 
     All ranks of a machine read one copy of the weights; each rank owns, updates and saves its shard.
     Methods marked *collective* must be called by all ranks in the same order.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> config = dcp.Transformer1D.preset("tiny", num_hidden_layers=1)
+    >>> with dcp.init("self") as world, dcp.fully_shard(config, world) as model:
+    ...     sorted(model.shards())
+    ['adamw.m', 'adamw.v', 'weights']
     """
 
     def __init__(
