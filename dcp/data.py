@@ -57,10 +57,9 @@ class Stats:
 
     Examples
     --------
-    >>> from dcp import data
-    >>> stats = data.Packed([5, 6, 7, 8, 9], [0, 4, 4, 5], max_length=3).stats
-    >>> stats.documents, stats.empty, stats.split, stats.pieces
-    (2, 1, 1, 3)
+    >>> import dcp
+    >>> dcp.data.Packed([[1, 2, 3], [4], []], max_length=2).stats.split
+    1
     """
 
     documents: int

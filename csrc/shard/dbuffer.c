@@ -27,7 +27,9 @@ struct dcp_dbuffer {
     dcp_dbuffer_kind_t kind;
     dcp_window_t *window; /* owned */
     float *data;          /* in the window; never NULL */
-    piece_t *pieces;      /* owned; of this rank's shard, PRIVATE only */
+    int64_t
+        moved_bytes; /* counted here beside what the window counts; negative: less */
+    piece_t *pieces; /* owned; of this rank's shard, PRIVATE only */
     int64_t piece_count;
     double *squares; /* owned; [SQUARE_SLOTS], so that a norm cannot run out of memory
                         on one rank while the others wait */
@@ -58,6 +60,30 @@ cut_pieces(const dcp_dbuffer_layout_t *layout, int32_t rank, piece_t *pieces)
         }
     }
     return piece_count;
+}
+
+/* The window counts a shared copy on the rank that brings it. Every rank works on its
+ * share of it, so every rank counts that: rank r takes over what is its part of
+ * `bytes`. */
+static dcp_status_t
+share_account(dcp_dbuffer_t *buffer, int64_t bytes)
+{
+    if (buffer->kind != DCP_DBUFFER_SHARED) {
+        return DCP_OK;
+    }
+    int32_t rank_count = buffer->layout->rank_count;
+    int64_t share = bytes / rank_count;
+    if (dcp_comm_rank(buffer->comm) == 0) {
+        buffer->moved_bytes = share * (rank_count - 1) * -1;
+    } else {
+        buffer->moved_bytes = share;
+    }
+    dcp_status_t status =
+        dcp_alloc_account(buffer->moved_bytes, "share of a sharded buffer");
+    if (status != DCP_OK) {
+        buffer->moved_bytes = 0;
+    }
+    return status;
 }
 
 dcp_status_t
@@ -99,6 +125,10 @@ dcp_dbuffer_create(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
     /* one element at least, so that there is always something to point to */
     int64_t elements = dcp_dbuffer_layout_elements(layout);
     int64_t bytes = (elements > 0 ? elements : 1) * (int64_t)sizeof(float);
+    status = share_account(buffer, bytes);
+    if (status != DCP_OK) {
+        goto err_buffer;
+    }
     int32_t brings = kind == DCP_DBUFFER_PRIVATE || rank == 0;
     status = dcp_window_create(comm, brings ? bytes : 0, &buffer->window);
     if (status != DCP_OK) {
@@ -120,6 +150,8 @@ dcp_dbuffer_destroy(dcp_dbuffer_t *buffer)
         return;
     }
     dcp_window_destroy(buffer->window);
+    /* after the window, so that less is held than before: it cannot fail */
+    dcp_alloc_account(-buffer->moved_bytes, "share of a sharded buffer");
     dcp_free(buffer->pieces);
     dcp_free(buffer->squares);
     dcp_free(buffer);
