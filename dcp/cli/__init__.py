@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -57,7 +58,8 @@ def log_to_stderr() -> None:
     level = os.environ.get("DCP_LOG", "warning").upper()
     if not isinstance(logging.getLevelName(level), int):
         raise InputError(f"DCP_LOG={level.lower()} must be debug, info, warning or error")
-    logging.basicConfig(stream=sys.stderr, level=level, format="dcp: %(levelname)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, format="dcp: %(levelname)s: %(message)s")
+    logging.getLogger("dcp").setLevel(level)
 
 
 class Exit(Exception):
@@ -208,4 +210,9 @@ def _fail(message: str, code: int, debug: bool) -> int:
 
 def main() -> NoReturn:
     """Entry point of the command `dcp`."""
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)  # unwinds, so that ranks and shared memory are let go
+
+    signal.signal(signal.SIGTERM, terminate)
     sys.exit(run(sys.argv[1:]))

@@ -177,7 +177,7 @@ def test_memory_cap_too_small_is_refused(text: Path) -> None:
 
 def ends_with(data: Path, folder: Path, stop: Any) -> tuple[int, str]:
     """Start a long run, call `stop(process)` once it has trained, return code and messages."""
-    before = set(os.listdir("/dev/shm"))
+    before = segments()
     process = subprocess.Popen(
         command(*SMALL, "--data", data, "--ranks", 3, "--steps", 10**6, "--metrics", folder),
         stdout=subprocess.PIPE,
@@ -199,8 +199,13 @@ def ends_with(data: Path, folder: Path, stop: Any) -> tuple[int, str]:
     finally:
         timer.cancel()
     assert out == ""
-    assert set(os.listdir("/dev/shm")) <= before, "shared memory is left behind"
+    assert segments() <= before, "shared memory is left behind"
     return process.returncode, "".join(seen) + err
+
+
+def segments() -> set[str]:
+    """Shared memory of dcp that has a name (other programs have some too)."""
+    return {name for name in os.listdir("/dev/shm") if "dcp" in name}
 
 
 def children(pid: int) -> list[int]:
@@ -243,3 +248,15 @@ def test_interrupt(text: Path, tmp_path: Path, whole_group: bool) -> None:
 
     code, messages = ends_with(text, tmp_path, interrupt)
     assert code == 130 and "interrupted" in messages and "Traceback" not in messages
+
+
+def test_terminated_run_leaves_nothing(text: Path, tmp_path: Path) -> None:
+    ranks: list[int] = []
+
+    def terminate(process: subprocess.Popen[str]) -> None:
+        ranks.extend(children(process.pid))
+        process.terminate()
+
+    code, messages = ends_with(text, tmp_path, terminate)
+    assert code == 128 + signal.SIGTERM and "Traceback" not in messages
+    assert len(ranks) == 3 and not any(Path(f"/proc/{rank}").exists() for rank in ranks)

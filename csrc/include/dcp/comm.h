@@ -89,7 +89,8 @@ dcp_status_t dcp_comm_send(dcp_comm_t *comm, const void *data, int64_t bytes,
                            int32_t to);
 dcp_status_t dcp_comm_recv(dcp_comm_t *comm, void *data, int64_t bytes, int32_t from);
 dcp_status_t dcp_comm_group_end(dcp_comm_t *comm);
-/* Closes an open group and forgets its messages: for a caller that failed in between. */
+/* Closes an open group and forgets its messages: for a caller that failed in between.
+ */
 void dcp_comm_group_cancel(dcp_comm_t *comm);
 
 /* Ranks of equal color (>= 0) form a communicator, ordered by (key, rank). color -1:
