@@ -18,7 +18,21 @@
 
 #define NOINLINE static __attribute__((noinline))
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define DCP_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define DCP_SANITIZED 1
+#endif
+#endif
+#ifdef DCP_SANITIZED
+#define UNROLL /* checks on every access of unrolled tiles would take minutes to \
+                  compile */
+#define UNROLL_PRODUCT
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_PRODUCT _Pragma("GCC unroll 4")
+#endif
 
 #define MR ATTENTION_ROWS
 #if defined(__AVX512F__)
@@ -159,8 +173,8 @@ INLINE void
 product(vf c[MR][NV], int nv, const float *a, int64_t a_row, int64_t a_step,
         const float *b, int64_t b_step, int64_t count)
 {
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < count; k++) {
+    UNROLL_PRODUCT for (int64_t k = 0; k < count; k++)
+    {
         vf column[NV];
         UNROLL for (int v = 0; v < nv; v++)
         {
