@@ -106,7 +106,7 @@ pack_block(const backward_t *b)
                          vf_load_part(out + i * fwd->out_stride + d, b->dim - d), sum);
         }
         b->minus_lse[i] = -lse[i];
-        b->minus_delta[i] = -vf_sum(sum);
+        b->minus_delta[i] = -sum_across(sum);
     }
 }
 
@@ -376,8 +376,36 @@ write_dq(const backward_t *b, int32_t store)
     }
 }
 
+/* Brings MR rows of the next block closer while this one is at work, and the rows of dq
+ * that it will be added to: rows lie far apart, which no hardware prefetcher follows.
+ */
 static void
-pass_block(const backward_t *b, int first_head, int last_head)
+fetch_ahead(const backward_t *b, int64_t index, int32_t store)
+{
+    const attention_gradient_view_t *view = b->view;
+    const attention_view_t *fwd = &view->forward;
+    int64_t shift = b->head * b->dim;
+    for (int64_t r = index * MR; r < min_i64((index + 1) * MR, BLOCK); r++) {
+        int64_t next = b->row + BLOCK + r;
+        if (next < fwd->query_count) {
+            for (int64_t d = shift; d < shift + b->dim; d += 16) {
+                __builtin_prefetch(fwd->q + next * fwd->q_stride + d, 0, 2);
+                __builtin_prefetch(view->dout + next * view->dout_stride + d, 0, 2);
+                __builtin_prefetch(fwd->out + next * fwd->out_stride + d, 0, 2);
+            }
+        }
+        if (!store && r < b->row_count) {
+            const float *dq = view->dq + (b->row + r - view->dq_first) * view->dq_stride
+                              + b->head * view->dq_head_stride;
+            for (int64_t d = 0; d < b->dim; d += 16) {
+                __builtin_prefetch(dq + d, 1, 2);
+            }
+        }
+    }
+}
+
+static void
+pass_block(const backward_t *b, int32_t store, int first_head, int last_head)
 {
     const attention_view_t *fwd = &b->view->forward;
     int64_t seen = attention_visible(fwd, b->row + b->row_count - 1);
@@ -387,6 +415,7 @@ pass_block(const backward_t *b, int first_head, int last_head)
         int64_t key_count = min_i64(KEY_BLOCK, end - key);
         for (int64_t i = 0; i < key_count; i += MR) {
             int64_t first_row = attention_first_row(fwd, key + i);
+            fetch_ahead(b, (key + i - b->first_key) / MR, store);
             pass_keys(b, key + i, min_i64(MR, b->end_key - key - i),
                       b->score_gradients + i * BLOCK, first_head && first_row >= b->row,
                       last_head && last_block);
@@ -413,7 +442,7 @@ backward(const attention_gradient_view_t *view, int64_t first, int64_t end,
         for (b.row = start; b.row < fwd->query_count; b.row += BLOCK) {
             b.row_count = min_i64(BLOCK, fwd->query_count - b.row);
             pack_block(&b);
-            pass_block(&b, b.head == 0, b.head == fwd->group_size - 1);
+            pass_block(&b, store, b.head == 0, b.head == fwd->group_size - 1);
             write_dq(&b, store);
         }
     }

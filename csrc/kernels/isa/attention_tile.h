@@ -165,6 +165,26 @@ exp2_tile(vf y)
 #endif
 }
 
+/* Sum of all elements, halves added until one is left. */
+INLINE float
+sum_across(vf x)
+{
+#if defined(__AVX512F__)
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
+                                _mm512_extractf32x8_ps((__m512)x, 1));
+#elif defined(__AVX2__)
+    __m256 half = (__m256)x;
+#endif
+#if defined(__AVX2__)
+    __m128 quarter =
+        _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+#else
+    return vf_sum(x);
+#endif
+}
+
 /* ---- products ---- */
 
 /* c[r][v] += sum over k < count of a[r * a_row + k * a_step] * b[k * b_step + v * VF],
