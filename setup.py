@@ -24,7 +24,14 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
-WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wstrict-prototypes", "-Wno-unused-function"]
+WARNINGS = [
+    "-Wall",
+    "-Wextra",
+    "-Wconversion",
+    "-Wshadow",
+    "-Wstrict-prototypes",
+    "-Wno-unused-function",
+]
 
 
 def isa_sets() -> list[tuple[str, list[str]]]:
@@ -49,20 +56,30 @@ def find_blas(choice: str) -> dict[str, object]:
             import scipy_openblas32 as blas
         except ImportError:
             if choice == "scipy-openblas":
-                raise SystemExit("DCP_BLAS=scipy-openblas: the package scipy-openblas32 is not installed") from None
+                raise SystemExit(
+                    "DCP_BLAS=scipy-openblas: the package scipy-openblas32 is not installed"
+                ) from None
             return nothing
         library = Path(blas.get_lib_dir()) / f"lib{blas.get_library()}.so"
         return {
             "defines": ["-DDCP_BLAS_PREFIX=scipy_"],
             "include": [f"-I{blas.get_include_dir()}"],
-            "link": [f"-L{blas.get_lib_dir()}", f"-l{blas.get_library()}", "-Wl,-rpath,$ORIGIN/_libs"],
+            "link": [
+                f"-L{blas.get_lib_dir()}",
+                f"-l{blas.get_library()}",
+                "-Wl,-rpath,$ORIGIN/_libs",
+            ],
             "vendor": [library],
         }
     if choice.startswith("pkg-config:"):
         name = choice.partition(":")[2]
-        run = subprocess.run(["pkg-config", "--cflags", "--libs", name], capture_output=True, text=True)
+        run = subprocess.run(
+            ["pkg-config", "--cflags", "--libs", name], capture_output=True, text=True
+        )
         if run.returncode:
-            raise SystemExit(f"DCP_BLAS={choice}: pkg-config does not know {name}: {run.stderr.strip()}")
+            raise SystemExit(
+                f"DCP_BLAS={choice}: pkg-config does not know {name}: {run.stderr.strip()}"
+            )
         flags = shlex.split(run.stdout)
         return {
             "defines": ["-DDCP_BLAS_PREFIX="],
@@ -102,9 +119,18 @@ class BuildCore(build_ext):
         debug = os.environ.get("DCP_DEBUG", "0") == "1"
         sanitize = os.environ.get("DCP_SANITIZE", "")
         cc = shlex.split(os.environ.get("CC", "cc"))
-        flags = ["-std=c11", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{CSRC / 'include'}", *WARNINGS]
+        flags = [
+            "-std=c11",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-pthread",
+            f"-I{CSRC / 'include'}",
+            *WARNINGS,
+        ]
         flags += ["-Werror"] if os.environ.get("DCP_WERROR") == "1" else []
-        flags += ["-O1", "-g"] if debug else ["-O3", "-DNDEBUG", "-fno-math-errno", "-fno-trapping-math"]
+        flags += (
+            ["-O1", "-g"] if debug else ["-O3", "-DNDEBUG", "-fno-math-errno", "-fno-trapping-math"]
+        )
         flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
         flags += [*blas["defines"], *blas["include"]]
         python = [f"-isystem{self.include_dirs[0]}", f"-isystem{numpy.get_include()}"]
@@ -119,14 +145,18 @@ class BuildCore(build_ext):
             name = source.relative_to(CSRC).as_posix().replace("/", "__")
             if source.parent.name == "isa":
                 for isa, isa_flags in isa_sets():
-                    jobs.append(([*flags, *isa_flags, f"-DDCP_ISA={isa}"], source, out / f"{name}.{isa}.o"))
+                    jobs.append(
+                        ([*flags, *isa_flags, f"-DDCP_ISA={isa}"], source, out / f"{name}.{isa}.o")
+                    )
             else:
                 extra = python if source.parent.name == "bind" else []
                 jobs.append(([*flags, *extra], source, out / f"{name}.o"))
 
         def compile_one(job: tuple[list[str], Path, Path]) -> None:
             job_flags, source, target = job
-            if target.exists() and target.stat().st_mtime > max(source.stat().st_mtime, newest_header):
+            if target.exists() and target.stat().st_mtime > max(
+                source.stat().st_mtime, newest_header
+            ):
                 return
             self.spawn([*cc, *job_flags, "-c", str(source), "-o", str(target)])
 
@@ -141,7 +171,16 @@ class BuildCore(build_ext):
         for library in blas["vendor"]:
             libs.mkdir(exist_ok=True)
             shutil.copy2(library, libs / Path(library).name)
-        link = [*cc, "-shared", "-pthread", *(str(j[2]) for j in jobs), "-o", str(target), *blas["link"], "-lm"]
+        link = [
+            *cc,
+            "-shared",
+            "-pthread",
+            *(str(j[2]) for j in jobs),
+            "-o",
+            str(target),
+            *blas["link"],
+            "-lm",
+        ]
         link += [f"-fsanitize={sanitize}"] if sanitize else []
         self.spawn(link)
 

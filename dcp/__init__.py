@@ -14,9 +14,20 @@ _HOME = {
     # errors: one class per status of the core
     **dict.fromkeys(
         (
-            "Error", "ArgumentError", "DTypeError", "OutOfMemoryError", "StateError", "FileError",
-            "DeadlineError", "RankError", "MismatchError", "AbortedError", "UnsupportedError",
-            "NumericError", "InfeasibleError", "InterruptedCallError",
+            "Error",
+            "ArgumentError",
+            "DTypeError",
+            "OutOfMemoryError",
+            "StateError",
+            "FileError",
+            "DeadlineError",
+            "RankError",
+            "MismatchError",
+            "AbortedError",
+            "UnsupportedError",
+            "NumericError",
+            "InfeasibleError",
+            "InterruptedCallError",
         ),
         "dcp._dcp",
     ),

@@ -191,8 +191,9 @@ class CostModel:
             token_s=6 * shape.matmul_parameters / flops_per_s,
             # Q K^T and P V forward, five such products backward, half of each under the mask
             square_s=7 * shape.layers * shape.query_width / flops_per_s,
-            fixed_bytes=4 * shape.parameter_count,  # a rank's whole gradients
-            sharded_bytes=12 * shape.parameter_count,  # weights and two AdamW moments
+            # a rank's whole gradients; and its share of the weights and two AdamW moments
+            fixed_bytes=4 * shape.parameter_count,
+            sharded_bytes=12 * shape.parameter_count,
             scratch_bytes=scratch,
             token_bytes=per_token,
             name="analytic",

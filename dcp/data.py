@@ -54,6 +54,12 @@ class Stats:
         Sequences to train on.
     tokens : int
         Their tokens.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> dcp.data.Packed([[1, 2, 3], [4], []], max_length=2).stats.split
+    1
     """
 
     documents: int

@@ -279,27 +279,24 @@ def _raise_failure(children: Sequence[_Child]) -> None:
     """Raise what failed first; a consequence on another rank only if there is nothing else."""
     for child in children:
         died = child.result is None and child.error is None and not child.killed_by_us
-        if died and child.code != 0:
+        if died:
             raise RankError(_death_text(child))
-    failed = [child for child in children if child.error is not None]
-    failed.sort(key=lambda c: (c.error["type"] == AbortedError.__name__, c.failed_at, c.rank))
-    if not failed:
-        child = next(c for c in children if c.result is None)
-        raise RankError(_death_text(child))
-    child = failed[0]
-    assert child.error is not None
-    where = f"rank {child.rank} of {len(children)} (process {child.pid})"
-    if child.error["type"] == "SystemExit":
-        raise RankError(f"{where} called sys.exit({child.error['code']!r})")
+    reports = [
+        (report["type"] == AbortedError.__name__, child.failed_at, child.rank, child.pid, report)
+        for child in children
+        if (report := child.error) is not None
+    ]
+    _, _, rank, pid, report = min(reports, key=lambda r: r[:3])
+    where = f"rank {rank} of {len(children)} (process {pid})"
+    if report["type"] == "SystemExit":
+        raise RankError(f"{where} called sys.exit({report['code']!r})")
     error = None
-    if child.error["error"] is not None:
+    if report["error"] is not None:
         with contextlib.suppress(Exception):
-            error = pickle.loads(child.error["error"])
+            error = pickle.loads(report["error"])
     if not isinstance(error, Exception):
-        raise RankError(
-            f"{where} raised {child.error['type']}: {child.error['text']}\n{child.error['trace']}"
-        )
-    error.add_note(f"\nRaised on {where}. Its traceback there:\n\n{child.error['trace']}")
+        raise RankError(f"{where} raised {report['type']}: {report['text']}\n{report['trace']}")
+    error.add_note(f"\nRaised on {where}. Its traceback there:\n\n{report['trace']}")
     raise error
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -74,9 +74,7 @@ PRESETS: dict[str, _Preset] = {
     "medium": _preset(257, 768, 2048, 12, 12, lr=6e-4, **_OURS),
     "smollm-135m": _preset(49152, 576, 1536, 30, 9, num_key_value_heads=3, **_SMOLLM),
     "smollm-360m": _preset(49152, 960, 2560, 32, 15, num_key_value_heads=5, **_SMOLLM),
-    "tinyllama-1.1b": _preset(
-        32000, 2048, 5632, 22, 32, num_key_value_heads=4, rms_norm_eps=1e-5
-    ),
+    "tinyllama-1.1b": _preset(32000, 2048, 5632, 22, 32, num_key_value_heads=4, rms_norm_eps=1e-5),
     "llama-7b": _preset(32000, 4096, 11008, 32, 32),
     "llama-2-7b": _preset(32000, 4096, 11008, 32, 32, **_LLAMA_2),
     "llama-2-13b": _preset(32000, 5120, 13824, 40, 40, **_LLAMA_2),
@@ -184,9 +182,9 @@ class Transformer1D:
 
     def __post_init__(self) -> None:
         heads, hidden = self.num_attention_heads, self.hidden_size
-        if self.num_key_value_heads is None:
+        if cast("int | None", self.num_key_value_heads) is None:
             object.__setattr__(self, "num_key_value_heads", heads)
-        if self.head_dim is None:
+        if cast("int | None", self.head_dim) is None:
             whole = isinstance(heads, int) and isinstance(hidden, int) and heads > 0
             # the check below names heads or hidden_size where they are not usable
             object.__setattr__(self, "head_dim", hidden // heads if whole else 2)
@@ -289,10 +287,11 @@ class Transformer1D:
         """
         return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in self.tensors())
 
-    def activation_bytes(self, token_count: int) -> int:
+    def activation_bytes(self, token_count: int, *, threads: int | None = None) -> int:
         """Bytes that forward and backward over so many tokens hold at most.
 
-        Activations, packed copies of the weights and scratch; not weights and gradients.
+        Activations, packed copies of the weights and scratch of so many threads (None: one a core);
+        not weights and gradients.
 
         Examples
         --------
@@ -300,7 +299,8 @@ class Transformer1D:
         >>> config.activation_bytes(2048) > config.activation_bytes(1024)
         True
         """
-        return _dcp.transformer1d_activation_bytes(self.core(), token_count)
+        count = _dcp.cpu_info()["cores"] if threads is None else threads
+        return _dcp.transformer1d_activation_bytes(self.core(), token_count, count)
 
 
 def next_token_labels(tokens: ArrayLike, offsets: ArrayLike) -> NDArray[np.int64]:

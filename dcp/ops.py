@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dcp import _dcp
+import dcp._dcp as _dcp
 
 __all__ = ["attention", "attention_backward"]
 

@@ -1,11 +1,11 @@
-"""A model sharded over ranks: one copy of the weights on a machine, one shard of the work a rank."""
+"""A model sharded over ranks: one copy of the weights on a machine, a shard of the work a rank."""
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -65,10 +65,19 @@ class StepResult:
 
 
 class ShardedModel:
-    """Made by `fully_shard`. Weights, gradients and AdamW's moments lie in windows of the world.
+    """Made by `fully_shard`; weights, gradients and AdamW's moments lie in windows of the world.
 
-    All ranks of a machine read one copy of the weights; each rank owns, updates and saves its shard.
-    Methods marked *collective* must be called by all ranks in the same order.
+    All ranks of a machine read one copy of the weights; each owns, updates and saves its shard.
+    Methods marked *collective* must be called by all ranks in the same order. A context manager.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> with dcp.init("self") as world:
+    ...     tiny = dcp.Transformer1D.preset("tiny")
+    ...     with dcp.fully_shard(tiny, world, frozen=["*norm*"]) as model:
+    ...         model.parameters()["model.norm.weight"].tolist()[:2], len(model.frozen)
+    ([1.0, 1.0], 9)
     """
 
     def __init__(
@@ -89,7 +98,7 @@ class ShardedModel:
         self._names = [name for name, _ in tensors]
         self._frozen = _match(self._names, frozen)
         self._core = _dcp.Sharded(
-            world._core,
+            world,
             config.core(),
             device=device,
             block_rows=block_rows,
@@ -127,7 +136,7 @@ class ShardedModel:
     def shards(self) -> dict[str, list[Run]]:
         """This rank's part of the weights and of the optimizer's state, as writable views.
 
-        Frozen tensors have weights and no state. After writing to the weights, call `weights_changed`.
+        Frozen tensors have weights and no state. Call `weights_changed` after writing weights.
         """
         kinds = {"weights": _WEIGHTS}
         if not self._forward_only:
@@ -175,7 +184,7 @@ class ShardedModel:
         optimizer : dcp.optim.AdamW
             Settings of the update.
         plan_hash : str
-            Hexadecimal; must agree on all ranks, or `dcp.MismatchError` on all before anything runs.
+            Hexadecimal; must agree on all ranks, else `dcp.MismatchError` before anything runs.
         dropout_seed : int
             Seed of this step's dropout masks.
         nonfinite : {"stop", "skip"}
@@ -189,7 +198,7 @@ class ShardedModel:
             update_count=self._updates,
             trainable_count=trainable,
             plan_hash=int(plan_hash, 16) & 0xFFFFFFFFFFFFFFFF,
-            clip=optimizer.clip,
+            clip=optimizer.clip or 0.0,  # 0: no clipping
             lr=lr,
             beta1=optimizer.betas[0],
             beta2=optimizer.betas[1],
@@ -235,7 +244,7 @@ class ShardedModel:
         """SHA-256 of all parameters' bytes, in the order of their names."""
         digest = hashlib.sha256()
         for _, array in sorted(self.parameters().items()):
-            digest.update(memoryview(array).cast("B") if array.size else b"")
+            digest.update(array.data)
         return digest.hexdigest()
 
     def memory(self) -> dict[str, int]:
@@ -265,16 +274,16 @@ def fully_shard(
     seed: int = 0,
     frozen: Sequence[str] = (),
 ) -> ShardedModel:
-    """Shard a model's parameters, gradients and optimizer state over the ranks of a world. Collective.
+    """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
 
-    Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437) and lie in windows of
-    shared memory, so that the gathered weights *are* the shards: no copy, one set a machine.
+    Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437) and lie in
+    windows of shared memory: the gathered weights *are* the shards, one set a machine, no copy.
 
     Parameters
     ----------
     model : dcp.Model or dcp.Transformer1D
-        A model whose weights are taken over (the same on every rank), or a configuration whose weights
-        are initialised from `seed`, each rank its own shard.
+        A model whose weights are taken over (the same on every rank), or a configuration whose
+        weights are initialised from `seed`, each rank its own shard.
     world : dcp.World
         The ranks.
     block_rows : int
@@ -322,8 +331,3 @@ def _match(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
             raise _dcp.ArgumentError(f"frozen: {pattern!r} names no tensor of this model")
         found.update(hits)
     return found
-
-
-def config_as_dict(config: Transformer1D) -> dict[str, Any]:
-    """The configuration as plain data, for checkpoints."""
-    return asdict(config)

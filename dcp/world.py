@@ -68,6 +68,11 @@ class World(_dcp.World):
         _open.add(self)
         return self
 
+    @property
+    def _core(self) -> _dcp.World:
+        """What functions of the C module take."""
+        return self
+
     def barrier(self) -> None:
         """Wait until all ranks are here.
 

@@ -1,13 +1,14 @@
 """Transformer1D in float64 NumPy: logits, loss and the gradient of every tensor.
 
 Slow and plain: it is the judge of the fast one. Sequences are computed one by one, so nothing can
-leak from one to another; a forward function returns its result and what its backward function needs.
-Legend: T tokens of all sequences, S of one, h hidden, f inner, H query heads, K key-value heads, D head
-size, V vocabulary.
+leak from one to another; a forward function returns its result and what its backward function
+needs. Legend: T tokens of all sequences, S of one, h hidden, f inner, H query heads, K key-value
+heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -180,7 +181,7 @@ class Reference:
         tokens = np.asarray(tokens)
         parts = [
             self._sequence(tokens[a:b], lambda *_: 1.0)[0]
-            for a, b in zip(offsets, offsets[1:], strict=False)
+            for a, b in itertools.pairwise(offsets)
             if b > a
         ]
         return np.concatenate([np.zeros((0, self.config.vocab_size)), *parts])
@@ -204,7 +205,7 @@ class Reference:
         scale = 1 / max(np.count_nonzero(labels != IGNORED), 1) if scale is None else scale
         gradients = {name: np.zeros_like(x) for name, x in self.tensors.items()}
         loss = 0.0
-        for a, b in zip(offsets, offsets[1:], strict=False):
+        for a, b in itertools.pairwise(offsets):
             if a == b:
                 continue
 

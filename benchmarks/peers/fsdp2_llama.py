@@ -1,11 +1,12 @@
 """The peer of bench_train.py: a Llama in PyTorch, FSDP2 over Gloo, SDPA, run by torchrun.
 
-It reads what bench_train.py wrote (documents of each step, settings, initial weights), so that both sides
-train the same model on the same documents. Two ways to batch documents of different lengths:
+It reads what bench_train.py wrote (documents of each step, settings, initial weights), so that both
+sides train the same model on the same documents. Two ways to batch documents of different lengths:
 
-pad    sorted by length inside a step, padded to the longest of a micro-batch; documents do not see each other
-chunk  laid end to end and cut into rows of the maximum length; a row may hold several documents, which then see
-       each other (another model of the data, nothing wasted)
+pad    sorted by length inside a step, padded to the longest of a micro-batch; documents do not see
+       each other
+chunk  laid end to end and cut into rows of the maximum length; a row may hold several documents,
+       which then see each other (another model of the data, nothing wasted)
 
 Prints one JSON line on rank 0: seconds and trainable tokens of each step, losses.
 """
@@ -13,6 +14,7 @@ Prints one JSON line on rank 0: seconds and trainable tokens of each step, losse
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -116,7 +118,7 @@ def rows_of(documents: list[np.ndarray], mode: str, longest: int) -> list[np.nda
 
 
 def micro_batches(rows: list[np.ndarray], area: int, world: int) -> list[list[np.ndarray]]:
-    """Rows in order, padded area of a micro-batch at most `area`, as many as a multiple of the world."""
+    """Rows in order, padded area of each at most `area`; their number a multiple of the world."""
     batches: list[list[np.ndarray]] = []
     current: list[np.ndarray] = []
     for row in rows:
@@ -170,7 +172,7 @@ def main() -> None:
     seconds, tokens, losses = [], [], []
     for step in range(settings["steps"]):
         flat, offsets = data[f"tokens_{step}"], data[f"offsets_{step}"]
-        documents = [flat[a:b] for a, b in zip(offsets, offsets[1:], strict=False) if b - a > 1]
+        documents = [flat[a:b] for a, b in itertools.pairwise(offsets) if b - a > 1]
         dist.barrier()
         start = time.perf_counter()
         rows = rows_of(documents, args.mode, settings["max_length"])

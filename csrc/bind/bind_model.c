@@ -589,16 +589,20 @@ config_activation_bytes(PyObject *module, PyObject *args)
     (void)module;
     PyObject *mapping;
     long long token_count;
+    int thread_count;
     dcp_transformer1d_config_t config;
-    if (!PyArg_ParseTuple(args, "OL", &mapping, &token_count)
+    if (!PyArg_ParseTuple(args, "OLi", &mapping, &token_count, &thread_count)
         || bind_transformer1d_config(mapping, &config) < 0) {
         return NULL;
     }
-    if (token_count < 0) {
-        return bind_raise(DCP_FAIL(DCP_ERR_ARG, "token_count %lld must not be negative",
-                                   token_count));
+    if (token_count < 0 || thread_count < 1) {
+        return bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                                   "token_count %lld must not be negative, and "
+                                   "thread_count %d must be positive",
+                                   token_count, thread_count));
     }
-    return PyLong_FromLongLong(dcp_model_activation_bytes(&config, token_count));
+    return PyLong_FromLongLong(
+        dcp_model_pass_bytes(&config, token_count, thread_count));
 }
 
 static PyMethodDef config_functions[] = {
@@ -612,7 +616,8 @@ static PyMethodDef config_functions[] = {
      "of "
      "a run of elements of a tensor, float32 [count]."},
     {"transformer1d_activation_bytes", config_activation_bytes, METH_VARARGS,
-     "transformer1d_activation_bytes(config, token_count)\n--\n\nBytes that a pass "
+     "transformer1d_activation_bytes(config, token_count, thread_count)\n--\n\nBytes "
+     "that a pass "
      "over "
      "so many tokens holds at most, beside weights and gradients."},
     {NULL, NULL, 0, NULL},

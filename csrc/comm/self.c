@@ -126,8 +126,15 @@ self_window_create(dcp_comm_t *comm, const comm_call_t *call, int64_t bytes,
 {
     (void)call;
     dcp_window_t *window;
-    DCP_TRY(comm_window_alloc(comm, &window));
-    dcp_status_t status = dcp_alloc_account(bytes, "window");
+    dcp_status_t status = comm_window_alloc(comm, &window);
+    if (status != DCP_OK) {
+        return status;
+    }
+    status = comm_memory_check(bytes, "a window");
+    if (status != DCP_OK) {
+        goto err_free;
+    }
+    status = dcp_alloc_account(bytes, "window");
     if (status != DCP_OK) {
         goto err_free;
     }
@@ -139,6 +146,7 @@ self_window_create(dcp_comm_t *comm, const comm_call_t *call, int64_t bytes,
                               bytes, strerror(errno));
             goto err_account;
         }
+        madvise(base, (size_t)bytes, MADV_HUGEPAGE); /* advice: may be refused */
         window->bases[0] = base;
     }
     window->bytes[0] = bytes;

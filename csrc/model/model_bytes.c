@@ -13,9 +13,12 @@
 #include "dcp/threads.h"
 
 enum {
-    BLOCK_BYTES = 64,    /* alloc.h's header before each block */
-    OBJECT_BYTES = 1024, /* queue and the headers of all single blocks */
-    GEMM_SCRATCH_BYTES = 848 * 1024,
+    BLOCK_BYTES = 64,              /* alloc.h's header before each block */
+    OBJECT_BYTES = 1024,           /* queue and the headers of all single blocks */
+    GEMM_DEPTH = 704,              /* most rows of a slab of B, */
+    GEMM_SLAB_BYTES = 4096 * 1024, /* most bytes of one, */
+    GEMM_PANEL = 64,               /* its columns are a multiple of at most this */
+    GEMM_CHUNK_ROWS = 96,          /* of a packed op(A) */
     ATTENTION_FIXED_BYTES = 512 * 1024,
     ATTENTION_SEGMENT_KEYS = 480, /* least keys of a segment, */
     ATTENTION_SEGMENT_COUNT = 16, /* most segments of a sequence, */
@@ -32,12 +35,30 @@ larger(int64_t a, int64_t b)
 }
 
 static int64_t
+smaller(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static int64_t
 segment_keys(int64_t keys)
 {
     int64_t share = (keys + ATTENTION_SEGMENT_COUNT - 1) / ATTENTION_SEGMENT_COUNT;
     share =
         (share + ATTENTION_KEY_BLOCK - 1) / ATTENTION_KEY_BLOCK * ATTENTION_KEY_BLOCK;
     return larger(share, ATTENTION_SEGMENT_KEYS);
+}
+
+/* Scratch of a worker in a weight's gradient dy^T x: only there is B not packed once a
+ * step. `width` is the widest x. */
+static int64_t
+gemm_scratch_bytes(int64_t token_count, int64_t width)
+{
+    int64_t depth = smaller((token_count + 15) / 16 * 16, GEMM_DEPTH);
+    int64_t columns = (width + GEMM_PANEL - 1) / GEMM_PANEL * GEMM_PANEL;
+    int64_t float_bytes = (int64_t)sizeof(float);
+    return GEMM_CHUNK_ROWS * depth * float_bytes + BLOCK_BYTES
+           + smaller(columns * depth * float_bytes, GEMM_SLAB_BYTES);
 }
 
 /* Scratch of all workers together. */
@@ -47,14 +68,12 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
 {
     int64_t float_bytes = (int64_t)sizeof(float);
     int64_t q_width = config->num_attention_heads * config->head_dim;
-    int64_t longest = token_count < config->max_position_embeddings
-                          ? token_count
-                          : config->max_position_embeddings;
+    int64_t longest = smaller(token_count, config->max_position_embeddings);
     int64_t keys = segment_keys(longest);
     int64_t dim = (config->head_dim + 15) / 16 * 16;
     int64_t attention =
         ATTENTION_FIXED_BYTES
-        + (keys < longest ? keys : longest) * ATTENTION_KEY_FLOATS * dim * float_bytes;
+        + smaller(keys, longest) * ATTENTION_KEY_FLOATS * dim * float_bytes;
     int64_t partial_rows = 0;
     for (int64_t key = keys; thread_count > 1 && key < longest; key += keys) {
         partial_rows += longest - key;
@@ -64,9 +83,10 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
     }
     int64_t shared =
         partial_rows * q_width * float_bytes + token_count * ATTENTION_UNIT_BYTES;
-    int64_t width = larger(config->hidden_size, q_width);
-    int64_t sums = SUM_BLOCKS * larger(width, config->intermediate_size) * float_bytes;
-    int64_t every = larger(GEMM_SCRATCH_BYTES, attention);
+    int64_t width =
+        larger(larger(config->hidden_size, q_width), config->intermediate_size);
+    int64_t sums = SUM_BLOCKS * width * float_bytes;
+    int64_t every = larger(gemm_scratch_bytes(token_count, width), attention);
     return thread_count * (every + BLOCK_BYTES)
            + larger(0, larger(sums, attention + shared) - every);
 }

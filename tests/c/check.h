@@ -78,8 +78,8 @@ check_every_alloc(dcp_status_t (*scenario)(void))
             break;
         }
         CHECK(status == DCP_ERR_NO_MEM);
-        if (n > 100000) {
-            CHECK(!"the scenario never passes");
+        if (n > 100000) { /* the scenario never passes */
+            CHECK(n <= 100000);
             break;
         }
     }

@@ -1,4 +1,4 @@
-"""What documents show works: docstring examples, the README's Python, the notebook."""
+"""What documents show works: docstring examples and the README's Python."""
 
 from __future__ import annotations
 
@@ -130,22 +130,3 @@ def test_commands_of_the_readme_are_accepted() -> None:
     for line in lines:
         args = [word.strip('"') for word in line.split() if word != "--print-config"]
         assert cli.run(["train", *args, "--print-config"]) == 0, line
-
-
-def test_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """notebooks/first_run.ipynb, cell by cell: a function of a cell runs on two ranks, and the
-    kernel lives on (case E-01)."""
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("matplotlib")
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    path = ROOT / "notebooks" / "first_run.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3")
-    client.execute(cwd=str(path.parent))
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2, "two pictures"
-    text = "".join(output.get("text", "") for output in outputs)
-    found = re.search(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)
-    assert found and float(found[2]) < float(found[1]) - 1.0

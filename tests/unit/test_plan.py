@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -363,6 +364,7 @@ def test_cost_model_of_a_model() -> None:
     narrow = dcp.CostModel.for_model(dcp.Transformer1D.preset("tiny", num_hidden_layers=4))
     assert wide.square_s == pytest.approx(2 * narrow.square_s)
     assert cost.fixed_bytes == pytest.approx(4 * config.parameter_count())
+    assert cost.sharded_bytes == pytest.approx(12 * config.parameter_count())
     fixed = cost.memory([], world_size=1)
     for tokens in (1, 7, 100, 1000, 4096, 9999, 16384):
         held = config.activation_bytes(tokens)
@@ -374,6 +376,15 @@ def test_pictures() -> None:
     assert plan._repr_html_().count("<rect") == len(plan.micro_batches)
     assert "2 ranks" in repr(plan) and plan.hash[:8] in repr(plan)
     assert 0 <= plan.idle_share < 1
+
+
+def test_threads_plan_at_once() -> None:
+    """The planner has no state: plans made by many threads are those made by one."""
+    rng = np.random.default_rng(1)
+    steps = [rng.integers(1, 3000, 60) for _ in range(24)]
+    make = lambda lengths: dcp.plan(lengths, COST, world_size=5).hash  # noqa: E731
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(make, steps)) == [make(lengths) for lengths in steps]
 
 
 def test_an_empty_step() -> None:

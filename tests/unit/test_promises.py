@@ -1,8 +1,8 @@
 """The promises of the design on whole steps: any plan on any number of ranks is one process.
 
 Ranks are processes (dcp.launch). To keep launches few, each runs a list of random cases; a case is
-a model, documents, labels and a random plan: which rank computes which documents in which micro-batches,
-empty ranks included. The judge is tests/ref.py in float64.
+a model, documents, labels and a random plan: which rank computes which documents in which
+micro-batches, empty ranks included. The judge is tests/ref.py in float64.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def make_case(seed: int, *, dropout: float = 0.0, all_ignored: bool = False) -> 
     heads = kv_heads * int(rng.integers(1, 3))
     config = dcp.Transformer1D(
         vocab_size=int(rng.integers(5, 40)),
-        hidden_size=int(rng.integers(3, 20)),
+        hidden_size=heads
+        * int(rng.integers(-(-12 // heads), 24)),  # a norm of few is ill conditioned
         intermediate_size=int(rng.integers(1, 30)),
         num_hidden_layers=int(rng.integers(1, 3)),
         num_attention_heads=heads,
@@ -89,7 +90,7 @@ def make_case(seed: int, *, dropout: float = 0.0, all_ignored: bool = False) -> 
         attention_bias=bool(rng.integers(2)),
         mlp_bias=bool(rng.integers(2)),
         dropout=dropout,
-        initializer_range=0.3,
+        initializer_range=0.1,
     )
     sizes = [int(n) for n in rng.choice([1, 1, 2, 3, 7, 20, 33], int(rng.integers(1, 9)))]
     documents = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in sizes]
@@ -112,32 +113,31 @@ def expected(case: Case, tensors: dict[str, np.ndarray]) -> tuple[float, dict[st
 
 
 def worst_error(gradients: dict[str, np.ndarray], judge: dict[str, np.ndarray]) -> float:
-    """Largest ||g - g64|| / ||g64|| of any tensor; the floor is that of the largest gradient's rounding."""
-    floor = 1e-7 * max(float(np.linalg.norm(g)) for g in judge.values())
-    return (
-        max(
-            float(np.linalg.norm(gradients[name] - g) / max(float(np.linalg.norm(g)), floor))
-            for name, g in judge.items()
-            if np.linalg.norm(g) > floor or np.linalg.norm(gradients[name]) > floor
-        )
-        if floor > 0
-        else max(float(np.abs(gradients[name]).max(initial=0)) for name in judge)
-    )
+    """Largest ||g - g64|| / ||g64|| of any tensor.
+
+    A key's bias moves all scores of a row alike, so its exact gradient is 0: it is measured
+    against the largest gradient, and so is any tensor whose gradient vanishes.
+    """
+    largest = max(float(np.linalg.norm(g)) for g in judge.values())
+    worst = 0.0
+    for name, g in judge.items():
+        norm = float(np.linalg.norm(g))
+        if name.endswith("k_proj.bias") or norm <= 1e-9 * largest:
+            norm = largest
+        error = float(np.linalg.norm(gradients[name] - g))
+        worst = max(worst, error / norm if norm > 0 else error)
+    return worst
 
 
 def gradients_of(world, cases, salt=0):
     out = []
     for case in cases:
-        with dcp.fully_shard(
-            case.config, world, seed=case.seed, block_rows=1 + case.seed % 3
-        ) as model:
+        rows = 1 + case.seed % 3
+        with dcp.fully_shard(case.config, world, seed=case.seed, block_rows=rows) as model:
             tensors = {name: np.array(x) for name, x in model.parameters().items()}
             batches = case.plan(world.size, salt)[world.rank]
             loss, grads = model.loss_and_gradients(batches, scale=case.scale, dropout_seed=9)
-            if world.rank == 0:
-                out.append((tensors, loss, grads))
-            else:
-                out.append((None, loss, None))
+        out.append((tensors, loss, grads) if world.rank == 0 else (None, loss, None))
     return out
 
 
@@ -145,7 +145,7 @@ def gradients_of(world, cases, salt=0):
 @given(seed=st.integers(0, 2**20))
 @settings(max_examples=2, deadline=None)
 def test_any_plan_gives_the_gradient_of_one_process(world, seed):
-    """Promise 1. Cases L-01, L-02, L-05, L-06, L-07, F-08: token weights, empty ranks, uneven counts."""
+    """Promise 1. Cases L-01 L-02 L-05 L-06 L-07 F-08: token weights, idle ranks, uneven counts."""
     cases = [make_case(seed + i, all_ignored=i == 3) for i in range(8)]
     results = dcp.launch(gradients_of, world, (cases,))
     for i, case in enumerate(cases):
@@ -193,7 +193,7 @@ def train_few(world, case, on_rank_zero, optimizer):
 
 
 def test_ranks_agree_and_runs_repeat_bitwise():
-    """Promises 2 and 3: bitwise equal parameters on all ranks after every step, and in a second run."""
+    """Promises 2 and 3: bitwise equal parameters on all ranks after a step, and in a second run."""
     optimizer = dcp.optim.AdamW(lr=0.05, clip=0.5)
     for world in (2, 3):
         case = make_case(41)

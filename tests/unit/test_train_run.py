@@ -160,7 +160,8 @@ def test_loss_that_is_not_finite(text: Path) -> None:
     message = train(text, *blow, code=1)
     assert "step" in message and "Traceback" not in message
     document = train(text, *blow, "--set", "train.nonfinite=skip")
-    assert document["skipped_steps"] > 0 and None in losses(document)
+    skipped = [step["loss"] is None or step["grad_norm"] is None for step in document["steps"]]
+    assert 0 < document["skipped_steps"] == sum(skipped) < 6
 
 
 def test_sequence_weighting_is_another_loss(text: Path, two_ranks: Any) -> None:

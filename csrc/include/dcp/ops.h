@@ -20,7 +20,9 @@ extern "C" {
 /* C = op(A) op(B) [+ add] [+ bias], or C += op(A) op(B).
  * op(A) is [m, k]: stored [m, k] with row stride lda, or, with trans_a, [k, m]. op(B)
  * is [k, n]: stored [k, n] with row stride ldb, or, with trans_b, [n, k]. k = 0 gives
- * zero (plus add, bias, C). */
+ * zero (plus add, bias, C). On the CPU the bits of an element depend only on its row of
+ * op(A), its column of op(B), k and the instruction set: a row's result is the same
+ * whatever other rows the call has, and whether B came packed. */
 typedef struct dcp_gemm_args {
     int64_t m, n, k;
     const float *a;

@@ -16,18 +16,25 @@
 #include "../rowwise.h"
 #include "simd.h"
 
-static inline vf
-sigmoid(vf x)
+typedef struct sigmoid {
+    vf value; /* s */
+    vf slope; /* s (1 - s) = e / (1 + e)^2, without the cancellation of 1 - s */
+} sigmoid_t;
+
+static inline sigmoid_t
+sigmoid_of(vf x)
 {
     vf e = vf_exp(-vf_abs(x));
-    return vf_select(x < 0.0f, e, vf_set(1.0f)) / (1.0f + e);
+    vf r = 1.0f / (1.0f + e);
+    sigmoid_t result = {vf_select(x < 0.0f, e, vf_set(1.0f)) * r, e * r * r};
+    return result;
 }
 
 VF_INLINE void
 swiglu_step(const float *gate, const float *up, float *out, int64_t count)
 {
     vf g = vf_get(gate, count);
-    vf_put(out, g * sigmoid(g) * vf_get(up, count), count);
+    vf_put(out, g * sigmoid_of(g).value * vf_get(up, count), count);
 }
 
 static void
@@ -60,9 +67,9 @@ swiglu_backward_step(const swiglu_row_t *row, int64_t j, int64_t count)
     vf g = vf_get(row->gate + j, count);
     vf u = vf_get(row->up + j, count);
     vf dout = vf_get(row->dout + j, count);
-    vf s = sigmoid(g);
-    vf silu = g * s;
-    vf slope = s * (1.0f + g * (1.0f - s)); /* of silu */
+    sigmoid_t s = sigmoid_of(g);
+    vf silu = g * s.value;
+    vf slope = vf_fma(g, s.slope, s.value); /* of silu */
     vf_put(row->dgate + j, dout * u * slope, count);
     vf_put(row->dup + j, dout * silu, count);
     if (row->out != NULL) {
@@ -171,17 +178,17 @@ gelu_erf_backward(const void *untyped, int64_t first, int64_t last)
 }
 
 /* 0.5 x (1 + tanh(u)) = x sigmoid(2 u), 2 u = 2 sqrt(2/pi) (x + 0.044715 x^3) */
-static inline vf
+static inline sigmoid_t
 gelu_tanh_gate(vf x)
 {
-    return sigmoid(x * vf_fma(x * x, vf_set(0.0713548162f), vf_set(1.59576912f)));
+    return sigmoid_of(x * vf_fma(x * x, vf_set(0.0713548162f), vf_set(1.59576912f)));
 }
 
 VF_INLINE void
 gelu_tanh_step(const float *x, float *out, int64_t count)
 {
     vf v = vf_get(x, count);
-    vf_put(out, v * gelu_tanh_gate(v), count);
+    vf_put(out, v * gelu_tanh_gate(v).value, count);
 }
 
 static void
@@ -203,9 +210,9 @@ VF_INLINE void
 gelu_tanh_backward_step(const float *dout, const float *x, float *dx, int64_t count)
 {
     vf v = vf_min(vf_set(1e6f), vf_max(vf_set(-1e6f), vf_get(x, count)));
-    vf s = gelu_tanh_gate(v);
+    sigmoid_t s = gelu_tanh_gate(v);
     vf slope = vf_fma(v * v, vf_set(0.2140644486f), vf_set(1.59576912f)); /* of 2 u */
-    vf result = vf_fma(v * slope, s * (1.0f - s), s);
+    vf result = vf_fma(v * slope, s.slope, s.value);
     vf_put(dx, vf_get(dout, count) * result, count);
 }
 

@@ -12,7 +12,12 @@
 
 typedef uint64_t vq __attribute__((vector_size(VF * 4)));
 
-enum { GROUP_BLOCKS = 16, GROUP_COLUMNS = 64, WORDS = 4 };
+enum {
+    GROUP_BLOCKS = 16,
+    GROUP_COLUMNS = 64,
+    WORDS = 4,
+    AHEAD = 512 /* elements: lines are asked for this far ahead */
+};
 
 static inline vq
 product(vq a, uint32_t b) /* of the low halves */
@@ -80,37 +85,51 @@ apply(const float *x, const float *add, float *out, vi keep, float scale, int64_
     vf_put(out, result, count);
 }
 
+static inline void
+prefetch(const float *p)
+{
+    for (int w = 0; w < WORDS; w++) {
+        vf_prefetch(p, AHEAD + w * GROUP_BLOCKS);
+    }
+}
+
+/* The columns of blocks block .. block + VF - 1, the first of which is `column`. */
+static inline void
+apply_blocks(const dropout_job_t *job, int64_t row, int64_t block, int64_t column)
+{
+    const dcp_dropout_args_t *args = job->args;
+    int64_t width = args->width, at = row * width + column;
+    const float *x = args->x + at;
+    const float *add = args->add != NULL ? args->add + at : NULL;
+    float *out = args->out + at;
+    prefetch(x);
+    prefetch(out);
+    if (add != NULL) {
+        prefetch(add);
+    }
+    vi keep[WORDS];
+    draw(job, (uint64_t)args->row_ids[row], (uint64_t)block, keep);
+    for (int w = 0; w < WORDS; w++) {
+        int64_t shift = w * GROUP_BLOCKS, left = width - column - shift;
+        if (left <= 0) {
+            break;
+        }
+        apply(x + shift, add != NULL ? add + shift : NULL, out + shift, keep[w],
+              job->scale, left < VF ? left : VF);
+    }
+}
+
 static void
 dropout(const void *untyped, int64_t first, int64_t last)
 {
     const dropout_job_t *job = untyped;
-    const dcp_dropout_args_t *args = job->args;
-    int64_t width = args->width;
+    int64_t width = job->args->width;
     for (int64_t row = first; row < last; row++) {
-        uint64_t row_id = (uint64_t)args->row_ids[row];
-        const float *x = args->x + row * width;
-        const float *add = args->add != NULL ? args->add + row * width : NULL;
-        float *out = args->out + row * width;
-        for (int64_t group = 0; group * GROUP_COLUMNS < width; group++) {
-            for (int64_t lane = 0; lane < GROUP_BLOCKS; lane += VF) {
-                int64_t column = group * GROUP_COLUMNS + lane;
-                if (column >= width) {
-                    break;
-                }
-                vi keep[WORDS];
-                draw(job, row_id, (uint64_t)(group * GROUP_BLOCKS + lane), keep);
-                for (int w = 0; w < WORDS && column < width; w++) {
-                    const float *add_at = add != NULL ? add + column : NULL;
-                    int64_t left = width - column;
-                    if (left >= VF) {
-                        apply(x + column, add_at, out + column, keep[w], job->scale,
-                              VF);
-                    } else {
-                        apply(x + column, add_at, out + column, keep[w], job->scale,
-                              left);
-                    }
-                    column += GROUP_BLOCKS;
-                }
+        for (int64_t begin = 0; begin < width; begin += GROUP_COLUMNS) {
+            int64_t block = begin / GROUP_COLUMNS * GROUP_BLOCKS;
+            for (int64_t lane = 0; lane < GROUP_BLOCKS && begin + lane < width;
+                 lane += VF) {
+                apply_blocks(job, row, block + lane, begin + lane);
             }
         }
     }

@@ -15,10 +15,28 @@
 
 #if defined(__AVX512F__)
 #define ROWS 12
-#elif defined(__AVX2__)
-#define ROWS 6
+#define EACH_ROWS(X) \
+    X(1)             \
+    X(2)             \
+    X(3)             \
+    X(4)             \
+    X(5)             \
+    X(6)             \
+    X(7)             \
+    X(8)             \
+    X(9)             \
+    X(10)            \
+    X(11)            \
+    X(12)
 #else
 #define ROWS 6
+#define EACH_ROWS(X) \
+    X(1)             \
+    X(2)             \
+    X(3)             \
+    X(4)             \
+    X(5)             \
+    X(6)
 #endif
 #define PANEL (2 * VF)
 
@@ -42,6 +60,7 @@ INLINE void
 tile_store(const int rows, const int vectors, const int partial, const int has_base,
            vf acc[ROWS][2], const tile_t *t)
 {
+#pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
         const int64_t left = t->columns - v * VF;
         const int64_t count = left < VF ? left : VF;
@@ -113,37 +132,17 @@ typedef void (*tile_func_t)(const tile_t *tile);
     {                                                               \
         tile_run(rows, vectors, packed, t);                         \
     }
-#define TILES(rows) TILE(rows, 1, 0) TILE(rows, 1, 1) TILE(rows, 2, 0) TILE(rows, 2, 1)
-#define ENTRY(rows)                              \
-    {                                            \
-        {tile_##rows##_1_0, tile_##rows##_1_1},  \
-        {                                        \
-            tile_##rows##_2_0, tile_##rows##_2_1 \
-        }                                        \
-    }
-
-TILES(1)
-TILES(2)
-TILES(3)
-TILES(4)
-TILES(5)
-TILES(6)
-#if ROWS > 6
-TILES(7)
-TILES(8)
-TILES(9)
-TILES(10)
-TILES(11)
-TILES(12)
-#endif
+#define TILES(rows)  \
+    TILE(rows, 1, 0) \
+    TILE(rows, 1, 1) \
+    TILE(rows, 2, 0) \
+    TILE(rows, 2, 1)
+EACH_ROWS(TILES)
 
 /* [rows - 1][vectors - 1][packed] */
-static const tile_func_t tiles[ROWS][2][2] = {
-    ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4),  ENTRY(5),  ENTRY(6),
-#if ROWS > 6
-    ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(10), ENTRY(11), ENTRY(12),
-#endif
-};
+#define TILE_ENTRY(rows) \
+    {{tile_##rows##_1_0, tile_##rows##_1_1}, {tile_##rows##_2_0, tile_##rows##_2_1}},
+static const tile_func_t tiles[ROWS][2][2] = {EACH_ROWS(TILE_ENTRY)};
 
 /* Strips stay near (gemm.c sees to that), panels stream by. */
 static void
@@ -180,7 +179,8 @@ block_run(const gemm_block_t *block)
 }
 
 /* Packing goes down PACK_ROWS rows of the source at a time, so that the lines of a row
- * serve all strips or panels that share them, and fetches the next rows meanwhile. */
+ * serve all strips or panels that share them, and fetches the next rows meanwhile (past
+ * the end too: harmless). */
 enum { PACK_ROWS = 32 };
 
 /* One strip of `rows` rows: k elements of stride lda, each `rows` floats wide. */
@@ -203,23 +203,10 @@ typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, float *to);
         strip_pack(rows, k, a, lda, to);                                        \
     }
 
-STRIP(1)
-STRIP(2)
-STRIP(3)
-STRIP(4)
-STRIP(5)
-STRIP(6)
-#if ROWS > 6
-STRIP(7)
-STRIP(8) STRIP(9) STRIP(10) STRIP(11) STRIP(12)
-#endif
+EACH_ROWS(STRIP)
 
-    static const strip_func_t strip_packs[ROWS] = {
-        strip_1, strip_2, strip_3, strip_4,  strip_5,  strip_6,
-#if ROWS > 6
-        strip_7, strip_8, strip_9, strip_10, strip_11, strip_12,
-#endif
-};
+#define STRIP_ENTRY(rows) strip_##rows,
+static const strip_func_t strip_packs[ROWS] = {EACH_ROWS(STRIP_ENTRY)};
 
 static void
 pack_a(int64_t m, int64_t k, const float *a, int64_t lda, float *packed)

@@ -33,14 +33,16 @@ row_max(const float *x, int64_t width)
     return vf_max_across(vf_max(vf_max(best[0], best[1]), vf_max(best[2], best[3])));
 }
 
-/* Sum of e^(x - max), which is stored where `store`. */
+/* Sum of e^(x - max), which is stored where `store`; asks for the row that lies `ahead`
+ * elements on. */
 VF_INLINE float
-sum_exp(float *x, float max, int64_t width, int store)
+sum_exp(float *x, float max, int64_t width, int64_t ahead, int store)
 {
     vf sums[2] = {{0}}, shift = vf_set(max);
     int64_t j = 0;
     for (; j + 2 * VF <= width; j += 2 * VF) {
         for (int i = 0; i < 2; i++) {
+            vf_prefetch(x, ahead + j + i * VF);
             vf e = vf_exp(vf_load(x + j + i * VF) - shift);
             sums[i] += e;
             if (store) {
@@ -71,31 +73,45 @@ scale_row(float *x, float factor, int64_t width)
     }
 }
 
+/* The label's logit is taken out while the others are summed: its gradient, w (p - 1) =
+ * -w others / sum, and the loss keep their precision where p is almost 1. */
+static double
+row_loss(const dcp_cross_entropy_args_t *args, int64_t row, int32_t label)
+{
+    int64_t vocab = args->vocab, stride = args->logits_stride;
+    float *x = args->logits + row * stride;
+    double weight =
+        args->scale * (args->weights != NULL ? (double)args->weights[row] : 1.0);
+    float max = row_max(x, vocab), wanted = x[label];
+    double own = (double)vf_exp(vf_set(wanted - max))[0];
+    x[label] = -INFINITY;
+    double others = args->gradient ? (double)sum_exp(x, max, vocab, stride, 1)
+                                   : (double)sum_exp(x, max, vocab, stride, 0);
+    double sum = others + own;
+    if (args->gradient) {
+        scale_row(x, (float)(weight / sum), vocab);
+        x[label] = (float)(-weight * others / sum);
+    } else {
+        x[label] = wanted;
+    }
+    return weight * (log(sum) + ((double)max - (double)wanted));
+}
+
 static void
 cross_entropy(const void *untyped, int64_t first, int64_t last)
 {
     const loss_job_t *job = untyped;
     const dcp_cross_entropy_args_t *args = job->args;
-    int64_t vocab = args->vocab;
     for (int64_t row = first; row < last; row++) {
-        float *x = args->logits + row * args->logits_stride;
         int32_t label = args->labels[row];
-        job->losses[row] = 0;
-        if (label < 0) {
-            if (args->gradient) {
-                memset(x, 0, (size_t)vocab * sizeof(float));
-            }
+        if (label >= 0) {
+            job->losses[row] = row_loss(args, row, label);
             continue;
         }
-        double weight =
-            args->scale * (args->weights != NULL ? (double)args->weights[row] : 1.0);
-        float max = row_max(x, vocab), wanted = x[label];
-        float sum =
-            args->gradient ? sum_exp(x, max, vocab, 1) : sum_exp(x, max, vocab, 0);
-        job->losses[row] = weight * (log((double)sum) + ((double)max - (double)wanted));
+        job->losses[row] = 0;
         if (args->gradient) {
-            scale_row(x, (float)(weight / (double)sum), vocab);
-            x[label] -= (float)weight;
+            float *x = args->logits + row * args->logits_stride;
+            memset(x, 0, (size_t)args->vocab * sizeof(float));
         }
     }
 }

@@ -1,21 +1,24 @@
 /* RMSNorm and LayerNorm of rows.
  *
  * A row is read from memory once: the sums over it come first, then the result while
- * the row is in the first cache. Memory per element: forward 4 B read, 4 B written;
- * backward 8 B read (12 B with `add`), 4 B written. The share of the weight's gradient
- * is added up row by row in the block's part, which stays in cache.
+ * the row is in the first cache. Each loop asks for what the next one needs, so that
+ * memory does not stand still between them. Memory per element: forward 4 B read, 4 B
+ * written; backward 8 B read (12 B with `add`), 4 B written. The share of the weight's
+ * gradient is added up row by row in the block's part, which stays in cache.
  */
 #include "../rowwise.h"
 #include "simd.h"
 
-/* Sum of (x - shift)^2; four sums in flight hide the latency. */
+/* Sum of (x - shift)^2; four sums in flight hide the latency. Asks for y, which is
+ * written next. */
 static float
-sum_squares(const float *x, float shift, int64_t width)
+sum_squares(const float *x, float shift, int64_t width, const float *y)
 {
     vf sums[4] = {{0}}, by = vf_set(shift);
     int64_t j = 0;
     for (; j + 4 * VF <= width; j += 4 * VF) {
         for (int i = 0; i < 4; i++) {
+            vf_prefetch(y, j + i * VF);
             vf d = vf_load(x + j + i * VF) - by;
             sums[i] = vf_fma(d, d, sums[i]);
         }
@@ -71,6 +74,7 @@ forward_row(row_in_t in, float *y, int64_t width)
 {
     int64_t j = 0;
     for (; j + VF <= width; j += VF) {
+        vf_prefetch(in.x, width + j); /* the next row, while this one is in cache */
         forward_step(&in, y, j, VF);
     }
     if (j < width) {
@@ -85,7 +89,8 @@ forward_rms(const void *untyped, int64_t first, int64_t last)
     int64_t width = args->width;
     for (int64_t row = first; row < last; row++) {
         const float *x = args->x + row * width;
-        float mean_square = sum_squares(x, 0.0f, width) / (float)width;
+        float mean_square =
+            sum_squares(x, 0.0f, width, args->y + row * width) / (float)width;
         float rstd = 1.0f / __builtin_sqrtf(mean_square + args->eps);
         row_in_t in = {x, args->weight, NULL, {0}, vf_set(rstd)};
         forward_row(in, args->y + row * width, width);
@@ -101,7 +106,8 @@ forward_layer(const void *untyped, int64_t first, int64_t last)
     for (int64_t row = first; row < last; row++) {
         const float *x = args->x + row * width;
         float mean = sum_row(x, width) / (float)width;
-        float variance = sum_squares(x, mean, width) / (float)width;
+        float variance =
+            sum_squares(x, mean, width, args->y + row * width) / (float)width;
         float rstd = 1.0f / __builtin_sqrtf(variance + args->eps);
         row_in_t in = {x, args->weight, args->bias, vf_set(mean), vf_set(rstd)};
         forward_row(in, args->y + row * width, width);
@@ -152,6 +158,12 @@ backward_row(row_back_t in, int64_t width, int centred)
     vf sum_g[2] = {{0}}, sum_gh[2] = {{0}};
     int64_t j = 0;
     for (; j + 2 * VF <= width; j += 2 * VF) {
+        for (int i = 0; i < 2; i++) { /* what the second loop needs */
+            vf_prefetch(in.dx, j + i * VF);
+            if (in.add != NULL) {
+                vf_prefetch(in.add, j + i * VF);
+            }
+        }
         sums_step(&in, j, VF, &sum_g[0], &sum_gh[0]);
         sums_step(&in, j + VF, VF, &sum_g[1], &sum_gh[1]);
     }
@@ -168,6 +180,8 @@ backward_row(row_back_t in, int64_t width, int centred)
         mean_g = vf_set(vf_sum(sum_g[0] + sum_g[1]) / (float)width);
     }
     for (j = 0; j + VF <= width; j += VF) {
+        vf_prefetch(in.dy, width + j); /* the next row, while this one is in cache */
+        vf_prefetch(in.x, width + j);
         dx_step(&in, j, VF, mean_g, mean_gh);
     }
     if (j < width) {

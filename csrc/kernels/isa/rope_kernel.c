@@ -4,10 +4,14 @@
 #include "../rowwise.h"
 #include "simd.h"
 
+enum { AHEAD = 512 }; /* elements: lines are asked for this far ahead */
+
 VF_INLINE void
 rotate_step(float *x, const float *cosines, int64_t half, vf sign, int64_t i,
             int64_t count)
 {
+    vf_prefetch(x, AHEAD + i);
+    vf_prefetch(x, AHEAD + half + i);
     vf c = vf_get(cosines + i, count);
     vf s = vf_get(cosines + half + i, count) * sign;
     vf a = vf_get(x + i, count);

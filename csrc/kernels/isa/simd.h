@@ -106,6 +106,15 @@ vf_put(float *p, vf x, int64_t count)
     }
 }
 
+/* Asks for the cache line of p[ahead], which may lie beyond the array: for kernels that
+ * compute much or read a row twice, where the hardware's prefetch comes too late. */
+static inline void
+vf_prefetch(const float *p, int64_t ahead)
+{
+    uintptr_t at = (uintptr_t)p + (uintptr_t)ahead * sizeof(float);
+    __builtin_prefetch((const void *)at, 0, 3);
+}
+
 /* a * b + c; fused where the set has it, and then in every lane alike. */
 static inline vf
 vf_fma(vf a, vf b, vf c)

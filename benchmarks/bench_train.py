@@ -1,0 +1,170 @@
+"""Training, 2 ranks, against PyTorch FSDP2 + Gloo + SDPA on the same model, weights and documents.
+
+    pytest benchmarks/bench_train.py        # the peer needs torch: pip install '.[bench]'
+
+Both sides start from the same weights and read the same documents, step by step; the loss of the
+first step must agree before a figure counts. Rounds alternate, the best of each side is compared.
+Recorded in extra_info: tokens/s of both, their ratio, useful flops against the FMA peak of the
+ranks' cores measured in the same run, peak memory of both (all processes, shared pages once).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import process_tree
+import pytest
+from machine import fma_peak_gflops
+
+import dcp
+
+RANKS, TOKENS_PER_STEP, MAX_LENGTH, WARM_UP = 2, 16384, 4096, 2
+PEER = Path(__file__).parent / "peers" / "fsdp2_llama.py"
+SHAPES = {
+    "3M": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 688,
+    },
+    "20M": {
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 1408,
+    },
+}
+STEPS = {"3M": 6, "20M": 4}
+ROUNDS = {"3M": 3, "20M": 2}
+
+
+def config_of(shape: str) -> dcp.Transformer1D:
+    rest = {"tie_word_embeddings": False, "max_position_embeddings": MAX_LENGTH}
+    return dcp.Transformer1D.preset("tiny", vocab_size=257, **rest, **SHAPES[shape])
+
+
+def documents_of(config: dcp.Transformer1D, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and offsets of each step, in the order that `dcp train` takes them."""
+    loader = dcp.Loader(
+        dcp.data.TextFiles("stdlib", max_length=MAX_LENGTH),
+        types.SimpleNamespace(rank=0, size=1),
+        dcp.CostModel.for_model(config),
+        tokens_per_step=TOKENS_PER_STEP,
+    )
+    out = []
+    for step in loader:
+        tokens = np.concatenate([batch.tokens for batch in step.micro_batches]).astype(np.uint8)
+        sizes = np.concatenate([np.diff(batch.offsets) for batch in step.micro_batches])
+        out.append((tokens, np.concatenate([[0], np.cumsum(sizes)])))
+        if len(out) == steps:
+            return out
+    raise AssertionError("a loader has no end")
+
+
+def write_for_peer(folder: Path, config: dcp.Transformer1D, steps: int) -> None:
+    dcp.Model(config, seed=0).save_pretrained(folder)
+    arrays = {}
+    for i, (tokens, offsets) in enumerate(documents_of(config, steps)):
+        arrays[f"tokens_{i}"], arrays[f"offsets_{i}"] = tokens, offsets
+    np.savez(folder / "documents.npz", **arrays)
+    settings = {
+        "model": dataclasses.asdict(config),
+        "steps": steps,
+        "lr": 1e-3,
+        "max_length": MAX_LENGTH,
+        "tokens_per_step": TOKENS_PER_STEP,
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+
+
+def run_peer(folder: Path, mode: str) -> tuple[dict, int]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    weighed = process_tree.run([*command, str(PEER), str(folder), "--mode", mode])
+    line = next(x for x in reversed(weighed.output.splitlines()) if x.startswith("{"))
+    return json.loads(line), weighed.peak_bytes
+
+
+def run_ours(config: dcp.Transformer1D, steps: int) -> tuple[dict, int]:
+    sets = [
+        f"--set=model.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in dataclasses.asdict(config).items()
+    ]
+    command = [sys.executable, "-m", "dcp", "train", "--data", "stdlib", "--json", "-"]
+    command += ["--ranks", str(RANKS), "--steps", str(steps), *sets, "--set=train.eval_tokens=1"]
+    command += ["--tokens-per-step", str(TOKENS_PER_STEP), f"--set=data.max_length={MAX_LENGTH}"]
+    weighed = process_tree.run(command)
+    return json.loads(weighed.output), weighed.peak_bytes
+
+
+def useful_flops(config: dcp.Transformer1D, steps: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Forward and backward: 6 a matrix weight and token, 12 a layer, channel and causal pair."""
+    matrices = (
+        sum(int(np.prod(shape)) for name, shape in config.tensors() if len(shape) == 2)
+        - config.vocab_size * config.hidden_size
+    )  # the embedding is looked up
+    channels = config.num_attention_heads * config.head_dim
+    total = 0.0
+    for _, offsets in steps:
+        lengths = np.diff(offsets).astype(float)
+        pairs = float((lengths * (lengths + 1) / 2).sum())
+        total += 6 * matrices * lengths.sum() + 12 * channels * config.num_hidden_layers * pairs
+    return total
+
+
+def speed(seconds: list[float], tokens: list[int]) -> float:
+    return sum(tokens[WARM_UP:]) / sum(seconds[WARM_UP:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_train(shape: str, benchmark, tmp_path: Path) -> None:
+    config, steps = config_of(shape), STEPS[shape] + WARM_UP
+    write_for_peer(tmp_path, config, steps)
+    flops = useful_flops(config, documents_of(config, steps)[WARM_UP:])
+    has_torch = importlib.util.find_spec("torch") is not None
+    ours: list[tuple[dict, int]] = []
+    theirs: dict[str, list[tuple[dict, int]]] = {"pad": [], "chunk": []}
+    peaks: list[float] = []
+
+    def one_round() -> None:
+        peaks.append(fma_peak_gflops())
+        ours.append(run_ours(config, steps))
+        if has_torch:
+            for mode, runs in theirs.items():
+                runs.append(run_peer(tmp_path, mode))
+
+    benchmark.pedantic(one_round, rounds=ROUNDS[shape], iterations=1)
+    losses = [step["loss"] for step in ours[0][0]["steps"]]
+    for document, _ in ours:
+        assert [step["loss"] for step in document["steps"]] == losses, "runs must repeat bitwise"
+    for document, _ in theirs["pad"]:
+        assert document["tokens"][0] == ours[0][0]["steps"][0]["tokens"]
+        assert abs(document["losses"][0] / losses[0] - 1) < 1e-4, "not the same model and data"
+
+    rates = [
+        speed([s["seconds"] for s in d["steps"]], [s["tokens"] for s in d["steps"]])
+        for d, _ in ours
+    ]
+    seconds = min(sum(s["seconds"] for s in d["steps"][WARM_UP:]) for d, _ in ours)
+    info = benchmark.extra_info
+    info["tokens_per_s"] = round(max(rates), 1)
+    info["useful_gflops"] = round(flops / seconds * 1e-9, 1)
+    info["fma_peak_gflops_a_core"] = round(max(peaks), 1)
+    info["share_of_peak"] = round(flops / seconds * 1e-9 / (RANKS * max(peaks)), 3)
+    info["peak_memory_mib"] = round(min(peak for _, peak in ours) / 2**20)
+    for mode, runs in theirs.items():
+        if runs:
+            best = max(speed(d["seconds"], d["tokens"]) for d, _ in runs)
+            memory = min(peak for _, peak in runs)
+            info[f"fsdp2_{mode}_tokens_per_s"] = round(best, 1)
+            info[f"times_fsdp2_{mode}"] = round(max(rates) / best, 2)
+            info[f"fsdp2_{mode}_peak_memory_mib"] = round(memory / 2**20)
