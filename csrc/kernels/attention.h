@@ -89,13 +89,16 @@ attention_first_row(const attention_view_t *view, int64_t key)
     return row > 0 ? row : 0;
 }
 
+/* Keys of a segment of a sequence: as even as possible, at most SEGMENT_KEYS unless
+ * that would give more than SEGMENT_COUNT of them. */
 static inline int64_t
 attention_segment_keys(int64_t key_count)
 {
-    int64_t share = (key_count + ATTENTION_SEGMENT_COUNT - 1) / ATTENTION_SEGMENT_COUNT;
-    share =
-        (share + ATTENTION_KEY_BLOCK - 1) / ATTENTION_KEY_BLOCK * ATTENTION_KEY_BLOCK;
-    return share > ATTENTION_SEGMENT_KEYS ? share : ATTENTION_SEGMENT_KEYS;
+    int64_t count = (key_count + ATTENTION_SEGMENT_KEYS - 1) / ATTENTION_SEGMENT_KEYS;
+    count = count > ATTENTION_SEGMENT_COUNT ? ATTENTION_SEGMENT_COUNT : count;
+    count = count > 0 ? count : 1;
+    int64_t keys = (key_count + count - 1) / count;
+    return (keys + ATTENTION_ROWS - 1) / ATTENTION_ROWS * ATTENTION_ROWS + (keys == 0);
 }
 
 #endif

@@ -106,7 +106,7 @@ pack_block(const backward_t *b)
                          vf_load_part(out + i * fwd->out_stride + d, b->dim - d), sum);
         }
         b->minus_lse[i] = -lse[i];
-        b->minus_delta[i] = -vf_sum(sum);
+        b->minus_delta[i] = -sum_across(sum);
     }
 }
 
@@ -156,31 +156,57 @@ score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t u
     }
 }
 
-/* Adds a product to MR rows of dk or dv, or, when `out` is there, writes the sum times
- * factor to row_count rows of it. */
+#define SCORE(name, n, masked)                                                     \
+    NOINLINE void name(const backward_t *b, int64_t column, int64_t unseen,        \
+                       const float *keys, int64_t key_stride, const float *values, \
+                       int64_t value_stride, float *gradients)                     \
+    {                                                                              \
+        score_columns(b, n, masked, column, unseen, keys, key_stride, values,      \
+                      value_stride, gradients);                                    \
+    }
+SCORE(score_whole, NV, 0)
+SCORE(score_1, 1, 1)
+SCORE(score_2, 2, 1)
+#if NV == 4
+SCORE(score_3, 3, 1)
+SCORE(score_4, 4, 1)
+#endif
+
+/* What the sums of MR keys take: index 0 dv, 1 dk. */
+typedef struct product {
+    const float *a[2], *x[2]; /* P^T and dS^T; dO and Q, from the first column used */
+    int64_t count;            /* query columns */
+    float *sums[2];           /* [MR][width] */
+    float *out[2];            /* rows of dv and dk after the last block, else NULL */
+    int64_t out_stride[2];
+    float factor[2];
+    int64_t row_count;
+    int first; /* sums hold nothing yet */
+} product_t;
+
+/* Adds a product to MR rows of dv or dk, or, after the last block, writes them out. */
 INLINE void
-collect(const backward_t *b, int nv, int64_t d, const float *a, const float *x,
-        int64_t count, int start, float *sums, float *out, int64_t out_stride,
-        int64_t row_count, float factor)
+collect(const backward_t *b, int nv, int64_t d, const product_t *p, int which)
 {
     vf c[MR][NV];
-    if (start) {
+    if (p->first) {
         tile_zero(c, nv);
     } else {
-        tile_load(c, nv, sums + d, b->width);
+        tile_load(c, nv, p->sums[which] + d, b->width);
     }
-    product(c, nv, a, BLOCK, 1, x + d, b->width, count);
+    product(c, nv, p->a[which], BLOCK, 1, p->x[which] + d, b->width, p->count);
+    float *out = p->out[which];
     if (out == NULL) {
-        tile_store(c, nv, sums + d, b->width);
+        tile_store(c, nv, p->sums[which] + d, b->width);
         return;
     }
-    vf scale = vf_set(factor);
+    vf scale = vf_set(p->factor[which]);
     UNROLL for (int r = 0; r < MR; r++)
     {
-        if (r < row_count) {
+        if (r < p->row_count) {
             UNROLL for (int v = 0; v < nv; v++)
             {
-                float *to = out + r * out_stride + d + v * VF;
+                float *to = out + r * p->out_stride[which] + d + v * VF;
                 int64_t rest = b->dim - d - v * VF;
                 if (rest >= VF) {
                     vf_store(to, c[r][v] * scale);
@@ -191,6 +217,20 @@ collect(const backward_t *b, int nv, int64_t d, const float *a, const float *x,
         }
     }
 }
+
+/* Both sums of MR keys, for nv vectors of their columns. */
+#define COLLECT(name, n)                                                   \
+    NOINLINE void name(const backward_t *b, int64_t d, const product_t *p) \
+    {                                                                      \
+        collect(b, n, d, p, 0);                                            \
+        collect(b, n, d, p, 1);                                            \
+    }
+COLLECT(collect_1, 1)
+COLLECT(collect_2, 2)
+#if NV == 4
+COLLECT(collect_3, 3)
+COLLECT(collect_4, 4)
+#endif
 
 /* The keys of one register tile against the query block. */
 static void
@@ -227,29 +267,35 @@ pass_keys(const backward_t *b, int64_t key, int64_t key_count, float *gradients,
             min_i64(round_up(column + 1, PANEL), round_up(end, VF)) - column;
         int64_t nv = count / VF;
         if (nv == NV && unseen + MR - 1 <= column) {
-            score_columns(b, NV, 0, column, unseen, keys, b->width, values,
-                          value_stride, gradients);
+            score_whole(b, column, unseen, keys, b->width, values, value_stride,
+                        gradients);
         } else {
-#define CALL(n)                                                                  \
-    score_columns(b, n, 1, column, unseen, keys, b->width, values, value_stride, \
-                  gradients)
+#define CALL(n) \
+    score_##n(b, column, unseen, keys, b->width, values, value_stride, gradients)
             SWITCH_VECTORS(nv, CALL)
 #undef CALL
         }
         column += count;
     }
     int64_t slot = (key - b->first_key) * b->width;
-    float *dk_out = last ? view->dk + key * view->dk_stride : NULL;
-    float *dv_out = last ? view->dv + key * view->dv_stride : NULL;
+    product_t p = {
+        .a = {b->weights + start, gradients + start},
+        .x = {b->dout + start * b->width, b->queries + start * b->width},
+        .count = end - start,
+        .sums = {b->dv + slot, b->dk + slot},
+        .out_stride = {view->dv_stride, view->dk_stride},
+        .factor = {1.0f, fwd->scale},
+        .row_count = key_count,
+        .first = first,
+    };
+    if (last) {
+        p.out[0] = view->dv + key * view->dv_stride;
+        p.out[1] = view->dk + key * view->dk_stride;
+    }
     int64_t vectors = b->width / VF;
     for (int64_t v = 0; v < vectors; v += b->block) {
         int64_t nv = min_i64(b->block, vectors - v);
-        int64_t rows = start * b->width;
-#define CALL(n)                                                                    \
-    collect(b, n, v *VF, b->weights + start, b->dout + rows, end - start, first,   \
-            b->dv + slot, dv_out, view->dv_stride, key_count, 1.0f);               \
-    collect(b, n, v *VF, gradients + start, b->queries + rows, end - start, first, \
-            b->dk + slot, dk_out, view->dk_stride, key_count, fwd->scale)
+#define CALL(n) collect_##n(b, v *VF, &p)
         SWITCH_VECTORS(nv, CALL)
 #undef CALL
     }
@@ -272,6 +318,19 @@ collect_dq(const backward_t *b, int nv, int64_t d, int64_t row, int64_t key,
     tile_store(c, nv, dq, b->width);
 }
 
+#define COLLECT_DQ(name, n)                                                      \
+    NOINLINE void name(const backward_t *b, int64_t d, int64_t row, int64_t key, \
+                       int64_t count, int start)                                 \
+    {                                                                            \
+        collect_dq(b, n, d, row, key, count, start);                             \
+    }
+COLLECT_DQ(collect_dq_1, 1)
+COLLECT_DQ(collect_dq_2, 2)
+#if NV == 4
+COLLECT_DQ(collect_dq_3, 3)
+COLLECT_DQ(collect_dq_4, 4)
+#endif
+
 static void
 pass_dq(const backward_t *b, int64_t key, int64_t key_count)
 {
@@ -287,7 +346,7 @@ pass_dq(const backward_t *b, int64_t key, int64_t key_count)
         for (int64_t v = 0; v < vectors; v += b->block) {
             int64_t nv = min_i64(b->block, vectors - v);
             int start = key == b->first_key;
-#define CALL(n) collect_dq(b, n, v *VF, row, key, count, start)
+#define CALL(n) collect_dq_##n(b, v *VF, row, key, count, start)
             SWITCH_VECTORS(nv, CALL)
 #undef CALL
         }
@@ -317,8 +376,36 @@ write_dq(const backward_t *b, int32_t store)
     }
 }
 
+/* Brings MR rows of the next block closer while this one is at work, and the rows of dq
+ * that it will be added to: rows lie far apart, which no hardware prefetcher follows.
+ */
 static void
-pass_block(const backward_t *b, int first_head, int last_head)
+fetch_ahead(const backward_t *b, int64_t index, int32_t store)
+{
+    const attention_gradient_view_t *view = b->view;
+    const attention_view_t *fwd = &view->forward;
+    int64_t shift = b->head * b->dim;
+    for (int64_t r = index * MR; r < min_i64((index + 1) * MR, BLOCK); r++) {
+        int64_t next = b->row + BLOCK + r;
+        if (next < fwd->query_count) {
+            for (int64_t d = shift; d < shift + b->dim; d += 16) {
+                __builtin_prefetch(fwd->q + next * fwd->q_stride + d, 0, 2);
+                __builtin_prefetch(view->dout + next * view->dout_stride + d, 0, 2);
+                __builtin_prefetch(fwd->out + next * fwd->out_stride + d, 0, 2);
+            }
+        }
+        if (!store && r < b->row_count) {
+            const float *dq = view->dq + (b->row + r - view->dq_first) * view->dq_stride
+                              + b->head * view->dq_head_stride;
+            for (int64_t d = 0; d < b->dim; d += 16) {
+                __builtin_prefetch(dq + d, 1, 2);
+            }
+        }
+    }
+}
+
+static void
+pass_block(const backward_t *b, int32_t store, int first_head, int last_head)
 {
     const attention_view_t *fwd = &b->view->forward;
     int64_t seen = attention_visible(fwd, b->row + b->row_count - 1);
@@ -328,6 +415,7 @@ pass_block(const backward_t *b, int first_head, int last_head)
         int64_t key_count = min_i64(KEY_BLOCK, end - key);
         for (int64_t i = 0; i < key_count; i += MR) {
             int64_t first_row = attention_first_row(fwd, key + i);
+            fetch_ahead(b, (key + i - b->first_key) / MR, store);
             pass_keys(b, key + i, min_i64(MR, b->end_key - key - i),
                       b->score_gradients + i * BLOCK, first_head && first_row >= b->row,
                       last_head && last_block);
@@ -354,7 +442,7 @@ backward(const attention_gradient_view_t *view, int64_t first, int64_t end,
         for (b.row = start; b.row < fwd->query_count; b.row += BLOCK) {
             b.row_count = min_i64(BLOCK, fwd->query_count - b.row);
             pack_block(&b);
-            pass_block(&b, b.head == 0, b.head == fwd->group_size - 1);
+            pass_block(&b, store, b.head == 0, b.head == fwd->group_size - 1);
             write_dq(&b, store);
         }
     }

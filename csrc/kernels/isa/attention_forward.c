@@ -289,7 +289,7 @@ finish_sums(const forward_t *f, const group_t *g, float inverse[MR])
             int64_t row = g->row + r;
             float lse = -INFINITY;
             if (attention_visible(view, row) > 0) {
-                float sum = vf_sum(vf_load(g->sum + r * VF));
+                float sum = sum_across(vf_load(g->sum + r * VF));
                 inverse[r] = 1.0f / sum;
                 lse = log_sum(fabs((double)view->scale) * (double)g->reference[r], sum);
             }

@@ -18,7 +18,21 @@
 
 #define NOINLINE static __attribute__((noinline))
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define DCP_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define DCP_SANITIZED 1
+#endif
+#endif
+#ifdef DCP_SANITIZED
+#define UNROLL /* checks on every access of unrolled tiles would take minutes to \
+                  compile */
+#define UNROLL_PRODUCT
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_PRODUCT _Pragma("GCC unroll 4")
+#endif
 
 #define MR ATTENTION_ROWS
 #if defined(__AVX512F__)
@@ -151,6 +165,26 @@ exp2_tile(vf y)
 #endif
 }
 
+/* Sum of all elements, halves added until one is left. */
+INLINE float
+sum_across(vf x)
+{
+#if defined(__AVX512F__)
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
+                                _mm512_extractf32x8_ps((__m512)x, 1));
+#elif defined(__AVX2__)
+    __m256 half = (__m256)x;
+#endif
+#if defined(__AVX2__)
+    __m128 quarter =
+        _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+#else
+    return vf_sum(x);
+#endif
+}
+
 /* ---- products ---- */
 
 /* c[r][v] += sum over k < count of a[r * a_row + k * a_step] * b[k * b_step + v * VF],
@@ -159,8 +193,8 @@ INLINE void
 product(vf c[MR][NV], int nv, const float *a, int64_t a_row, int64_t a_step,
         const float *b, int64_t b_step, int64_t count)
 {
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < count; k++) {
+    UNROLL_PRODUCT for (int64_t k = 0; k < count; k++)
+    {
         vf column[NV];
         UNROLL for (int v = 0; v < nv; v++)
         {
