@@ -24,22 +24,26 @@ now_s(void)
 
 #if defined(__x86_64__)
 #define FMA_LINE(reg, n) "vfmadd231ps %%" reg "14, %%" reg "15, %%" reg #n "\n\t"
-#define FMA_LOOP(reg)                                                                  \
-    "1:\n\t" FMA_LINE(reg, 0) FMA_LINE(reg, 1) FMA_LINE(reg, 2) FMA_LINE(reg, 3)       \
-        FMA_LINE(reg, 4) FMA_LINE(reg, 5) FMA_LINE(reg, 6) FMA_LINE(reg, 7)            \
-            FMA_LINE(reg, 8) FMA_LINE(reg, 9) FMA_LINE(reg, 10) FMA_LINE(reg, 11)      \
-    "dec %0\n\t jnz 1b\n\t vzeroupper\n\t"
+#define FMA_LOOP(reg)                                                            \
+    "1:\n\t" FMA_LINE(reg, 0) FMA_LINE(reg, 1) FMA_LINE(reg, 2) FMA_LINE(reg, 3) \
+        FMA_LINE(reg, 4) FMA_LINE(reg, 5) FMA_LINE(reg, 6) FMA_LINE(reg, 7)      \
+            FMA_LINE(reg, 8) FMA_LINE(reg, 9) FMA_LINE(reg, 10)                  \
+                FMA_LINE(reg, 11) "dec %0\n\t jnz 1b\n\t vzeroupper\n\t"
+
+#define CLOBBERS                                                                    \
+    "cc", "memory", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", \
+        "xmm8", "xmm9", "xmm10", "xmm11", "xmm14", "xmm15"
 
 static void
 spin_ymm(int64_t count)
 {
-    __asm__ volatile(FMA_LOOP("ymm") : "+r"(count) : : "cc", "memory");
+    __asm__ volatile(FMA_LOOP("ymm") : "+r"(count) : : CLOBBERS);
 }
 
 static void
 spin_zmm(int64_t count)
 {
-    __asm__ volatile(FMA_LOOP("zmm") : "+r"(count) : : "cc", "memory");
+    __asm__ volatile(FMA_LOOP("zmm") : "+r"(count) : : CLOBBERS);
 }
 
 static void
