@@ -1,7 +1,8 @@
 """Builds dcp._dcp: the C11 core, one object set per instruction set, and the binding.
 
 Environment (all optional):
-  DCP_BLAS      auto (default) | scipy-openblas | pkg-config:NAME | none
+  DCP_BLAS      auto (default) | none: the built-in matrix product, which no BLAS beat
+                (csrc/DECISIONS.md, 8); anything else is an error
   DCP_DEBUG     1: -O1 -g and asserts
   DCP_SANITIZE  for example address,undefined: passed to -fsanitize
   DCP_CUDA, DCP_MPI   auto | 0 (default) ; 1 is an error until those parts exist
@@ -46,52 +47,14 @@ def isa_sets() -> list[tuple[str, list[str]]]:
     return sets
 
 
-def find_blas(choice: str) -> dict[str, object]:
-    """Flags for the CBLAS of DCP_BLAS: {"defines", "include", "link", "vendor"}."""
-    nothing: dict[str, object] = {"defines": [], "include": [], "link": [], "vendor": []}
-    if choice == "none":
-        return nothing
-    if choice in ("auto", "scipy-openblas"):
-        try:
-            import scipy_openblas32 as blas
-        except ImportError:
-            if choice == "scipy-openblas":
-                raise SystemExit(
-                    "DCP_BLAS=scipy-openblas: the package scipy-openblas32 is not installed"
-                ) from None
-            return nothing
-        library = Path(blas.get_lib_dir()) / f"lib{blas.get_library()}.so"
-        return {
-            "defines": ["-DDCP_BLAS_PREFIX=scipy_"],
-            "include": [f"-I{blas.get_include_dir()}"],
-            "link": [
-                f"-L{blas.get_lib_dir()}",
-                f"-l{blas.get_library()}",
-                "-Wl,-rpath,$ORIGIN/_libs",
-            ],
-            "vendor": [library],
-        }
-    if choice.startswith("pkg-config:"):
-        name = choice.partition(":")[2]
-        run = subprocess.run(
-            ["pkg-config", "--cflags", "--libs", name], capture_output=True, text=True
-        )
-        if run.returncode:
-            raise SystemExit(
-                f"DCP_BLAS={choice}: pkg-config does not know {name}: {run.stderr.strip()}"
-            )
-        flags = shlex.split(run.stdout)
-        return {
-            "defines": ["-DDCP_BLAS_PREFIX="],
-            "include": [f for f in flags if f.startswith(("-I", "-D"))],
-            "link": [f for f in flags if not f.startswith(("-I", "-D"))],
-            "vendor": [],
-        }
-    raise SystemExit(f"DCP_BLAS={choice!r}: must be auto, scipy-openblas, pkg-config:NAME or none")
-
-
 def refuse_absent_parts() -> None:
     """A part that is asked for by name and cannot be built is an error, never a silent skip."""
+    blas = os.environ.get("DCP_BLAS", "auto")
+    if blas not in ("", "auto", "none"):
+        raise SystemExit(
+            f"DCP_BLAS={blas!r}: must be auto or none, this version calls no BLAS "
+            "(csrc/DECISIONS.md, 8)"
+        )
     for key, tool in (("DCP_CUDA", "nvcc"), ("DCP_MPI", "mpicc")):
         if os.environ.get(key, "0") not in ("", "0", "auto"):
             found = shutil.which(tool)
@@ -104,18 +67,10 @@ def refuse_absent_parts() -> None:
 class BuildCore(build_ext):
     """Compiles in parallel; recompiles what is older than its source or any header."""
 
-    def copy_extensions_to_source(self) -> None:
-        """In place (editable installs, development): the vendored library goes along."""
-        super().copy_extensions_to_source()
-        libs = Path(self.build_lib) / "dcp" / "_libs"
-        if libs.is_dir():
-            shutil.copytree(libs, ROOT / "dcp" / "_libs", dirs_exist_ok=True)
-
     def build_extension(self, ext: Extension) -> None:
         import numpy
 
         refuse_absent_parts()
-        blas = find_blas(os.environ.get("DCP_BLAS", "auto"))
         debug = os.environ.get("DCP_DEBUG", "0") == "1"
         sanitize = os.environ.get("DCP_SANITIZE", "")
         cc = shlex.split(os.environ.get("CC", "cc"))
@@ -132,7 +87,6 @@ class BuildCore(build_ext):
             ["-O1", "-g"] if debug else ["-O3", "-DNDEBUG", "-fno-math-errno", "-fno-trapping-math"]
         )
         flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
-        flags += [*blas["defines"], *blas["include"]]
         python = [f"-isystem{self.include_dirs[0]}", f"-isystem{numpy.get_include()}"]
         python += [f"-isystem{d}" for d in self.include_dirs[1:]]
 
@@ -167,10 +121,6 @@ class BuildCore(build_ext):
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        libs = target.parent / "_libs"
-        for library in blas["vendor"]:
-            libs.mkdir(exist_ok=True)
-            shutil.copy2(library, libs / Path(library).name)
         link = [
             *cc,
             "-shared",
@@ -178,7 +128,6 @@ class BuildCore(build_ext):
             *(str(j[2]) for j in jobs),
             "-o",
             str(target),
-            *blas["link"],
             "-lm",
         ]
         link += [f"-fsanitize={sanitize}"] if sanitize else []

@@ -92,7 +92,5 @@ def _print(document: dict[str, Any]) -> None:
     total, free = _memory_bytes()
     table.add_row("memory", f"{size(total)}, {size(free)} available")
     _, shm_free = _shared_memory()
-    table.add_row(
-        "/dev/shm", f"{size(shm_free)} free: weights, gradients, optimizer state lie there"
-    )
+    table.add_row("/dev/shm", f"{size(shm_free)} free: ranks meet there")
     Console().print(table)

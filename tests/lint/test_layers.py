@@ -29,7 +29,7 @@ def tracked_files() -> list[Path]:
     if run.returncode == 0:
         names = run.stdout.splitlines()
         return sorted({ROOT / name for name in names if (ROOT / name).is_file()})
-    skip = {"build", ".venv", "_libs", "__pycache__"}
+    skip = {"build", ".venv", "__pycache__"}
     return sorted(path for path in ROOT.rglob("*") if path.is_file() and not skip & set(path.parts))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("DCP_CUDA=1", "DCP_CUDA=1"),
         ("DCP_MPI=1", "DCP_MPI=1"),
-        ("DCP_BLAS=nonsense", "scipy-openblas, pkg-config:NAME or none"),
-        ("DCP_BLAS=pkg-config:no-such-blas", "no-such-blas"),
+        ("DCP_BLAS=scipy-openblas", "must be auto or none"),
     ],
 )
 def test_forced_parts_that_are_not_there(setting: str, words: str, tmp_path: Path) -> None:
     """A forced part fails with its name; it is never left out silently (case E-02)."""
     pytest.importorskip("setuptools")
     name, _, value = setting.partition("=")
-    if "pkg-config" in value and shutil.which("pkg-config") is None:
-        pytest.skip("pkg-config is not installed")
     folders = [f"--build-temp={tmp_path}/t", f"--build-lib={tmp_path}/l"]
     run = subprocess.run(
         [sys.executable, "setup.py", "build_ext", *folders],
