@@ -19,13 +19,16 @@ enum {
     GEMM_SLAB_BYTES = 4096 * 1024, /* most bytes of one, */
     GEMM_PANEL = 64,               /* its columns are a multiple of at most this */
     GEMM_CHUNK_ROWS = 96,          /* of a packed op(A) */
-    ATTENTION_FIXED_BYTES = 512 * 1024,
-    ATTENTION_SEGMENT_KEYS = 480, /* least keys of a segment, */
-    ATTENTION_SEGMENT_COUNT = 16, /* most segments of a sequence, */
-    ATTENTION_KEY_BLOCK = 96,     /* a segment is a multiple of */
-    ATTENTION_KEY_FLOATS = 6,     /* times head_dim, of a segment's key */
-    ATTENTION_UNIT_BYTES = 8,     /* of work lists, a token */
-    SUM_BLOCKS = 64,              /* partial rows of a sum over rows */
+    ATTENTION_SEGMENT_KEYS = 480,  /* keys of a segment, */
+    ATTENTION_SEGMENT_COUNT = 16,  /* most segments of a sequence; then they grow */
+    ATTENTION_ROWS = 6,            /* a segment is a multiple of */
+    ATTENTION_KEY_WIDTHS = 4,      /* padded head dimensions kept of a segment's key */
+    ATTENTION_ROW_WIDTHS = 512,    /* and beside, of blocks of rows and tiles of keys */
+    ATTENTION_BLOCK_FLOATS = 16384, /* of tiles of weights */
+    ATTENTION_UNIT_ROWS = 512,      /* rows times heads of a forward unit, but */
+    ATTENTION_LEAST_ROWS = 144,     /* at least so many rows */
+    ATTENTION_UNIT_BYTES = 8,       /* of work lists, a token */
+    SUM_BLOCKS = 64,                /* partial rows of a sum over rows */
 };
 
 static int64_t
@@ -43,10 +46,25 @@ smaller(int64_t a, int64_t b)
 static int64_t
 segment_keys(int64_t keys)
 {
-    int64_t share = (keys + ATTENTION_SEGMENT_COUNT - 1) / ATTENTION_SEGMENT_COUNT;
-    share =
-        (share + ATTENTION_KEY_BLOCK - 1) / ATTENTION_KEY_BLOCK * ATTENTION_KEY_BLOCK;
-    return larger(share, ATTENTION_SEGMENT_KEYS);
+    int64_t count = (keys + ATTENTION_SEGMENT_KEYS - 1) / ATTENTION_SEGMENT_KEYS;
+    count = smaller(larger(count, 1), ATTENTION_SEGMENT_COUNT);
+    int64_t share = (keys + count - 1) / count;
+    return larger(1, (share + ATTENTION_ROWS - 1) / ATTENTION_ROWS * ATTENTION_ROWS);
+}
+
+/* Scratch of a worker in attention: forward, the state of a unit's rows; backward, a
+ * segment of keys with its gradients. */
+static int64_t
+attention_scratch_bytes(const dcp_transformer1d_config_t *config, int64_t keys)
+{
+    int64_t width = (config->head_dim + 15) / 16 * 16;
+    int64_t group = config->num_attention_heads / config->num_key_value_heads;
+    int64_t rows = larger(ATTENTION_UNIT_ROWS, ATTENTION_LEAST_ROWS * group);
+    int64_t forward = rows * (width + 32);
+    int64_t backward = (keys + ATTENTION_ROWS) * ATTENTION_KEY_WIDTHS * width;
+    return (ATTENTION_BLOCK_FLOATS + ATTENTION_ROW_WIDTHS * width
+            + larger(forward, backward))
+           * (int64_t)sizeof(float);
 }
 
 /* Scratch of a worker in a weight's gradient dy^T x: only there is B not packed once a
@@ -70,10 +88,7 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
     int64_t q_width = config->num_attention_heads * config->head_dim;
     int64_t longest = smaller(token_count, config->max_position_embeddings);
     int64_t keys = segment_keys(longest);
-    int64_t dim = (config->head_dim + 15) / 16 * 16;
-    int64_t attention =
-        ATTENTION_FIXED_BYTES
-        + smaller(keys, longest) * ATTENTION_KEY_FLOATS * dim * float_bytes;
+    int64_t attention = attention_scratch_bytes(config, smaller(keys, longest));
     int64_t partial_rows = 0;
     for (int64_t key = keys; thread_count > 1 && key < longest; key += keys) {
         partial_rows += longest - key;

@@ -261,6 +261,11 @@ test_bytes_of_many_shapes(void)
         shape.head_dim = 2 * (1 + (int64_t)dcp_rng_below(&rng, i % 8 == 0 ? 128 : 32));
         shape.max_position_embeddings = 1 << 20;
         shape.dropout = i % 2 == 0 ? 0 : 0.5;
+        if (i % 8 == 2) { /* one key-value head for many query heads */
+            shape.num_key_value_heads = 1;
+            shape.num_attention_heads = 24;
+            shape.hidden_size = 24;
+        }
         int64_t token_count = 1 + (int64_t)dcp_rng_below(&rng, i % 4 == 0 ? 1500 : 300);
         int64_t sequences = i % 3 == 0 ? 1 : 1 + (int64_t)dcp_rng_below(&rng, 50);
         int32_t threads = 1 + (int32_t)dcp_rng_below(&rng, 5);

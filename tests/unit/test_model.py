@@ -367,6 +367,29 @@ def test_weights_written_between_calls_count() -> None:
 class TestDropout:
     CONFIG = dcp.Transformer1D(31, 24, 20, 2, 2, dropout=0.4)
 
+    def test_matches_reference_under_the_same_masks(self) -> None:
+        """Both residual branches of every layer drop, site 2 * layer + place; backward alike."""
+        config, (rows, width) = self.CONFIG, (50, self.CONFIG.hidden_size)
+        row_ids = np.random.default_rng(1).permutation(1000)[:rows]
+
+        def masks(layer: int, place: int) -> np.ndarray:
+            out = np.empty((rows, width), np.float32)
+            fields = {"x": np.ones_like(out), "out": out, "row_ids": row_ids, "p": config.dropout}
+            fields |= {"rows": rows, "width": width, "seed": 2**40 + 7, "site": 2 * layer + place}
+            _dcp.kernel_run("dropout", fields)
+            return out
+
+        assert 0.3 < np.mean(masks(0, 0) == 0) < 0.5
+        model, batch = make_model(config), make_batch(config, [20, 30])
+        loss, gradients = accumulate(
+            model, [batch], row_ids=row_ids, dropout_seed=2**40 + 7, scale=0.1
+        )
+        want_loss, want = Reference(config, model.parameters()).loss_and_gradients(
+            **batch, scale=0.1, masks=masks
+        )
+        assert loss == pytest.approx(want_loss, rel=1e-5)
+        assert_close(gradients, want)
+
     def test_is_a_function_of_seed_and_row(self) -> None:
         model, batch = make_model(self.CONFIG), make_batch(self.CONFIG, [20, 30])
         same = [accumulate(model, [batch], dropout_seed=3) for _ in range(2)]
