@@ -16,7 +16,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -8,6 +8,7 @@ object of `World.emit`), ``result``, ``error``.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import runpy
@@ -137,6 +138,7 @@ def main(parent: int, task_fd: int, report_fd: int) -> NoReturn:
     """
     from dcp import _dcp
 
+    faulthandler.enable()  # a crash in C shows where Python was
     if not _dcp.die_with_parent(parent):
         os._exit(1)
     task = _read_task(task_fd)

@@ -58,7 +58,7 @@ class Stats:
     Examples
     --------
     >>> import dcp
-    >>> dcp.data.Packed([[1, 2, 3], [4], []], max_length=2).stats.split
+    >>> dcp.data.Packed([1, 2, 3, 4], [0, 3, 3, 4], max_length=2).stats.split
     1
     """
 

@@ -120,13 +120,21 @@ static const comm_ops_t shm_ops = {
     .window_destroy = shm_window_destroy,
 };
 
+/* A forked child has a copy of everything; that it lets go says nothing of the rank. */
+static bool
+is_own_process(const shm_root_t *root)
+{
+    return root->segment != NULL
+           && root->segment->slots[root->rank].pid == (int32_t)getpid();
+}
+
 static void
 release_root(shm_root_t *root)
 {
     if (atomic_fetch_sub(&root->user_count, 1) > 1) {
         return;
     }
-    if (root->segment != NULL) {
+    if (is_own_process(root)) {
         atomic_store(&root->segment->slots[root->rank].left, 1);
         for (int32_t r = 0; r < root->size; r++) {
             shm_ring(root, r);
@@ -168,7 +176,7 @@ static void
 shm_destroy(dcp_comm_t *base)
 {
     shm_comm_t *comm = (shm_comm_t *)base;
-    if (comm->head != NULL) {
+    if (comm->head != NULL && is_own_process(comm->root)) {
         atomic_store(&comm->head->members[base->rank].left, 1);
         for (int32_t r = 0; r < base->size; r++) {
             shm_ring(comm->root, comm->members[r]);

@@ -5,9 +5,11 @@ Ranks are threads of this process here (the core releases the GIL); test_launch.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -331,6 +333,24 @@ def test_exchange_of_different_sizes() -> None:
         assert "rank 0 sent 16 bytes to rank 1, which expected 20" in str(result)
 
 
+def test_a_forked_child_is_not_the_rank() -> None:
+    """A child that a rank forks may close its copies; the rank goes on."""
+
+    def body(world: World) -> int:
+        world.barrier()
+        if world.rank == 0:
+            pid = os.fork()
+            if pid == 0:
+                world.close()
+                os._exit(0)
+            os.waitpid(pid, 0)
+        return int(world.allreduce(np.array([1], np.int64))[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of a fork beside threads
+        assert well(run(2, body)) == [2, 2]
+
+
 def test_windows() -> None:
     """Views of all ranks' memory; a view outlives window, world and the other ranks."""
 
@@ -341,6 +361,7 @@ def test_windows() -> None:
             window.part(3)
         with pytest.raises(dcp.ArgumentError, match="rank 2's part of 0 bytes"):
             window.reduce(0, np.zeros(1, np.float32))
+        world.barrier()  # all have seen the zeros
         if world.rank < 2:
             window.part(world.rank).view(np.float32)[:] = world.rank + 1
         world.barrier()
