@@ -513,6 +513,12 @@ def test_bad_configurations_are_named(fields: dict[str, Any], words: str) -> Non
         dcp.Transformer1D(**(SIZES | fields))
 
 
+def test_heads_beyond_the_kernels_are_named() -> None:
+    with pytest.raises(dcp.UnsupportedError, match="head_dim 258"):
+        dcp.Transformer1D(**SIZES, head_dim=258)
+    assert dcp.Transformer1D(**SIZES, head_dim=256).head_dim == 256
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
