@@ -352,6 +352,11 @@ class Trainer:
             path = checkpoint.latest(self.checkpoint)
         for warning in skipped if self.world.rank == 0 else ():
             _logger.warning("%s", warning.message)
+        self.model.keep_state(
+            tensor["name"]
+            for tensor in checkpoint.show(path)["tensors"]
+            if tensor["name"] in self.model.frozen and "adamw.m" in tensor["kinds"]
+        )
         state = checkpoint.load(
             path,
             shards=self.model.shards(),
