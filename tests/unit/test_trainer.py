@@ -33,7 +33,7 @@ class FakeModel:
         self.calls: list[dict[str, Any]] = []
         self.config, self.shapes = {"size": 1}, {"w": (1,)}
         self.published = 0
-        self.frozen = frozenset({"f"})
+        self.frozen = frozenset({"f", "g"})
         self.kept: set[str] = set()
 
     def step(self, micro_batches: Any, **settings: Any) -> Any:
@@ -117,6 +117,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(checkpoint, "save", save)
     monkeypatch.setattr(checkpoint, "load", load)
     monkeypatch.setattr(checkpoint, "latest", lambda path: max(saved))
+    tensors = [
+        {"name": "w", "kinds": ["weights", "adamw.m"]},
+        {"name": "f", "kinds": ["weights", "adamw.m"]},
+        {"name": "g", "kinds": ["weights"]},
+    ]
+    monkeypatch.setattr(checkpoint, "show", lambda path: {"tensors": tensors})
     return SimpleNamespace(path=tmp_path / "run", saved=saved)
 
 
