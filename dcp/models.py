@@ -69,7 +69,7 @@ _SMOLLM: dict[str, Any] = {
 # Vocabulary 257: the 256 bytes and one token for an end. The others: shapes as published with the
 # models (their config.json).
 PRESETS: dict[str, _Preset] = {
-    "tiny": _preset(257, 128, 344, 4, 4, lr=4e-3, **_OURS),
+    "tiny": _preset(257, 128, 344, 4, 4, lr=3e-3, initializer_range=0.05, **_OURS),
     "small": _preset(257, 512, 1408, 6, 8, lr=1e-3, **_OURS),
     "medium": _preset(257, 768, 2048, 12, 12, lr=6e-4, **_OURS),
     "smollm-135m": _preset(49152, 576, 1536, 30, 9, num_key_value_heads=3, **_SMOLLM),

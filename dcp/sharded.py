@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -109,6 +109,7 @@ class ShardedModel:
         )
         self._updates = 0
         self._forward_only = forward_only
+        self._stateful = set(self._names) - self._frozen
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -136,7 +137,8 @@ class ShardedModel:
     def shards(self) -> dict[str, list[Run]]:
         """This rank's part of the weights and of the optimizer's state, as writable views.
 
-        Frozen tensors have weights and no state. Call `weights_changed` after writing weights.
+        Frozen tensors have weights and no state, unless `keep_state` named them. Call
+        `weights_changed` after writing weights.
         """
         kinds = {"weights": _WEIGHTS}
         if not self._forward_only:
@@ -145,10 +147,22 @@ class ShardedModel:
             kind: [
                 Run(self._names[tensor], first, array)
                 for tensor, first, array in self._core.runs(number)
-                if kind == "weights" or self._names[tensor] not in self._frozen
+                if kind == "weights" or self._names[tensor] in self._stateful
             ]
             for kind, number in kinds.items()
         }
+
+    def keep_state(self, names: Iterable[str]) -> None:
+        """Let `shards` hold the optimizer's state of these tensors too: frozen now, trained before.
+
+        `dcp.Trainer` calls it when it resumes, so that what was learned before a tensor was frozen
+        stays in the checkpoints.
+        """
+        kept = set(names)
+        unknown = sorted(kept - set(self._names))
+        if unknown:
+            raise _dcp.ArgumentError(f"names: {unknown[0]!r} is no tensor of this model")
+        self._stateful |= kept
 
     def weights_changed(self) -> None:
         """Publish weights that were written through `shards`. Collective."""

@@ -44,7 +44,7 @@ class StepRecord:
     tokens, sequences : int
         Trainable tokens and sequences of all ranks.
     seconds : float
-        From the first micro-batch to the end of the optimizer.
+        From asking for the step's data to the end of the optimizer.
     grad_norm : float or None
         Global norm before clipping.
     lr : float
@@ -251,7 +251,8 @@ class Trainer:
         """Run the steps, to `steps` or to the target."""
         with contextlib.closing(iter(self.loader)) as data:
             while self.step < steps and report.seconds_to_target is None:
-                record, busy = self._one_step(next(data))
+                start = time.perf_counter()
+                record, busy = self._one_step(next(data), start)
                 report.steps.append(record)
                 metrics.write("step", dataclasses.asdict(record))
                 trace.add(record, busy)
@@ -262,14 +263,14 @@ class Trainer:
                 if self.save_every is not None and self.step % self.save_every == 0:
                     self._save()
 
-    def _one_step(self, data: Any) -> tuple[StepRecord, list[float]]:
+    def _one_step(self, data: Any, start: float) -> tuple[StepRecord, list[float]]:
+        """Run one step; its time counts from `start`, so that waiting for data counts."""
         if data.index != self.step:
             raise StateError(
                 f"the loader is at step {data.index} and the trainer at step {self.step}: "
                 "give each trainer a loader of its own"
             )
         lr = self.optimizer.lr_at(self.step)
-        start = time.perf_counter()
         result = self.model.step(
             data.micro_batches,
             scale=data.scale,
@@ -352,6 +353,11 @@ class Trainer:
             path = checkpoint.latest(self.checkpoint)
         for warning in skipped if self.world.rank == 0 else ():
             _logger.warning("%s", warning.message)
+        self.model.keep_state(
+            tensor["name"]
+            for tensor in checkpoint.show(path)["tensors"]
+            if tensor["name"] in self.model.frozen and "adamw.m" in tensor["kinds"]
+        )
         state = checkpoint.load(
             path,
             shards=self.model.shards(),

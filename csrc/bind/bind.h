@@ -33,6 +33,18 @@ PyObject *bind_raise(dcp_status_t status);
         Py_END_ALLOW_THREADS                     \
     } while (0)
 
+/* The same for a call that computes on the process's pool: one at a time in a process,
+ * since workers and their scratch serve one job. Not for calls that wait for peers. */
+#define BIND_COMPUTE(status, call)                   \
+    do {                                             \
+        Py_BEGIN_ALLOW_THREADS bind_compute_begin(); \
+        (status) = (call);                           \
+        bind_compute_end();                          \
+        Py_END_ALLOW_THREADS                         \
+    } while (0)
+void bind_compute_begin(void);
+void bind_compute_end(void);
+
 /* The process's thread pool: cores / local ranks threads, or DCP_NUM_THREADS; made at
  * first use. Its size follows bind_pool_resize. NULL with an exception set on failure.
  */

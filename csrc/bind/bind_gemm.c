@@ -117,7 +117,7 @@ gemm(PyObject *module, PyObject *positional, PyObject *keywords)
         .accumulate = accumulate,
     };
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_cpu_gemm(pool, &args));
+    BIND_COMPUTE(status, dcp_cpu_gemm(pool, &args));
     result = status == DCP_OK ? Py_NewRef(Py_None) : bind_raise(status);
 done:
     Py_XDECREF(bias_array);
@@ -183,7 +183,7 @@ gemm_pack(PyObject *module, PyObject *positional, PyObject *keywords)
     }
     args.packed = PyArray_DATA(packed);
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_cpu_gemm_pack(pool, &args));
+    BIND_COMPUTE(status, dcp_cpu_gemm_pack(pool, &args));
     if (status != DCP_OK) {
         Py_DECREF(packed);
         return bind_raise(status);

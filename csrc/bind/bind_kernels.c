@@ -321,7 +321,7 @@ kernel_run(PyObject *module, PyObject *positional)
         }
     }
     dcp_status_t status;
-    BIND_NOGIL(status, op->run(pool, args));
+    BIND_COMPUTE(status, op->run(pool, args));
     result = status == DCP_OK ? Py_NewRef(Py_None) : bind_raise(status);
 fail:
     while (array_count > 0) {

@@ -415,8 +415,8 @@ model_forward_backward(PyObject *object, PyObject *args, PyObject *kwargs)
     call.batch.scale = scale;
     call.batch.dropout_seed = seed;
     dcp_status_t status;
-    BIND_NOGIL(status,
-               dcp_model_forward_backward(self->model, &call.batch, &call.loss));
+    BIND_COMPUTE(status,
+                 dcp_model_forward_backward(self->model, &call.batch, &call.loss));
     result = status == DCP_OK ? PyFloat_FromDouble(call.loss) : bind_raise(status);
 done:
     call_fini(self, &call);
@@ -448,7 +448,7 @@ model_loss(PyObject *object, PyObject *args, PyObject *kwargs)
     }
     call.batch.scale = scale;
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_model_loss(self->model, &call.batch, &call.loss));
+    BIND_COMPUTE(status, dcp_model_loss(self->model, &call.batch, &call.loss));
     result = status == DCP_OK ? PyFloat_FromDouble(call.loss) : bind_raise(status);
 done:
     call_fini(self, &call);
@@ -482,7 +482,7 @@ model_logits(PyObject *object, PyObject *args, PyObject *kwargs)
     }
     float *logits = PyArray_DATA((PyArrayObject *)result);
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_model_logits(self->model, &call.batch, logits));
+    BIND_COMPUTE(status, dcp_model_logits(self->model, &call.batch, logits));
     if (status != DCP_OK) {
         Py_CLEAR(result);
         bind_raise(status);

@@ -170,7 +170,7 @@ ops_attention(PyObject *module, PyObject *arguments)
     args.out = PyArray_DATA(a.out);
     args.lse = PyArray_DATA(a.lse);
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_cpu_attention(pool, &args));
+    BIND_COMPUTE(status, dcp_cpu_attention(pool, &args));
     if (status != DCP_OK) {
         bind_raise(status);
         goto fail;
@@ -233,7 +233,7 @@ ops_attention_backward(PyObject *module, PyObject *arguments)
     args.dk_stride = args.dv_stride = args.forward.k_stride;
     args.key_rows = PyArray_DIM(a.k, 0);
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_cpu_attention_backward(pool, &args));
+    BIND_COMPUTE(status, dcp_cpu_attention_backward(pool, &args));
     if (status != DCP_OK) {
         bind_raise(status);
         goto fail;

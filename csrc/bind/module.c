@@ -9,6 +9,7 @@
 #include "dcp/kernels.h"
 #include "dcp/log.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -122,6 +123,20 @@ bind_pool(void)
         }
     }
     return process_pool;
+}
+
+static pthread_mutex_t compute_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void
+bind_compute_begin(void)
+{
+    pthread_mutex_lock(&compute_lock);
+}
+
+void
+bind_compute_end(void)
+{
+    pthread_mutex_unlock(&compute_lock);
 }
 
 dcp_pool_t *

@@ -14,8 +14,7 @@
  *
  * Cost: the register tile alone runs at 97 % of the FMA peak; where operands must be
  * packed, that adds (m + n) k moved elements to m n k multiply-adds: 4-8 % at m, n of
- * some hundred. No BLAS is called: OpenBLAS 0.3.34 was nowhere faster with AVX2 or
- * AVX-512, and its results depend on the thread count.
+ * some hundred. No BLAS is called: see DECISIONS 8.
  */
 #include "gemm_ops.h"
 

@@ -18,6 +18,7 @@ static const double TWO_PI = 6.283185307179586;
 
 /* Sizes stay far below what could overflow a product of two of them. */
 static const int64_t SIZE_LIMIT = INT32_MAX;
+static const int64_t HEAD_DIM_LIMIT = 256; /* of the attention kernels */
 
 static const char *const slot_names[SLOT_COUNT] = {
 #define X(slot, name, present) [SLOT_##slot] = (name),
@@ -79,6 +80,11 @@ check_heads(const dcp_transformer1d_config_t *config)
                         "head_dim %" PRId64
                         " must be even: rotary positions turn pairs of elements",
                         config->head_dim);
+    }
+    if (config->head_dim > HEAD_DIM_LIMIT) {
+        return DCP_FAIL(DCP_ERR_UNSUPPORTED,
+                        "head_dim %" PRId64 ": attention supports at most %" PRId64,
+                        config->head_dim, HEAD_DIM_LIMIT);
     }
     return check_size("num_attention_heads x head_dim",
                       config->num_attention_heads * config->head_dim);

@@ -243,6 +243,14 @@ check_batch(const dcp_model_t *model, const dcp_batch_t *batch, bool labelled,
                         " must not be negative",
                         batch->token_count, batch->sequence_count);
     }
+    if (batch->offsets == NULL
+        || (batch->token_count > 0
+            && (batch->tokens == NULL || (labelled && batch->labels == NULL)))) {
+        return DCP_FAIL(DCP_ERR_ARG, "%s of the batch must not be NULL",
+                        batch->offsets == NULL  ? "offsets"
+                        : batch->tokens == NULL ? "tokens"
+                                                : "labels");
+    }
     DCP_TRY(check_offsets(&model->config, batch));
     for (int64_t t = 0; t < batch->token_count; t++) {
         int32_t token = batch->tokens[t];

@@ -1,11 +1,13 @@
 /* Matrix product: values, argument checks, allocation failures, and that nothing beyond
  * the packed panels is touched. Integer data keeps every sum exact. */
+#define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include "check.h"
 
 #include "dcp/isa.h"
 #include "dcp/kernels.h"
 
 #include <string.h>
+#include <sys/mman.h>
 
 enum { M = 31, N = 83, K = 1450 };
 
@@ -156,6 +158,40 @@ test_nothing_to_do(void)
     CHECK(out[0] == 0 && out[1] == 0);
 }
 
+/* Rows further apart than 2^31 elements, in address space that is never filled. */
+static void
+test_far_rows(void)
+{
+    const int64_t far = ((int64_t)1 << 31) + 3;
+    const size_t bytes = (size_t)(2 * far + 8) * sizeof(float);
+    float *space = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (space == MAP_FAILED) {
+        printf("no address space for rows 2^31 elements apart\n");
+        return;
+    }
+    float *left = space, *right = space + 2, *out = space + 4; /* 3 matrices of 2 x 2 */
+    for (int i = 0; i < 4; i++) {
+        left[i / 2 * far + i % 2] = (float)(i + 1);
+        right[i / 2 * far + i % 2] = (float)(i + 5);
+    }
+    for (int way = 0; way < 4; way++) {
+        dcp_gemm_args_t args = {
+            .m = 2, .n = 2, .k = 2, .a = left, .b = right, .c = out};
+        args.lda = args.ldb = args.ldc = far;
+        args.trans_a = way & 1;
+        args.trans_b = way >> 1;
+        CHECK_OK(dcp_cpu_gemm(pool, &args));
+        /* (1 2; 3 4) (5 6; 7 8), its factors transposed or not */
+        static const float products[4][4] = {
+            {19, 22, 43, 50}, {26, 30, 38, 44}, {17, 23, 39, 53}, {23, 31, 34, 46}};
+        for (int i = 0; i < 4; i++) {
+            CHECK(out[i / 2 * far + i % 2] == products[way][i]);
+        }
+    }
+    munmap(space, bytes);
+}
+
 static dcp_status_t
 unpacked_scenario(void)
 {
@@ -181,6 +217,7 @@ main(void)
             test_values();
             test_nothing_to_do();
             test_refusals();
+            test_far_rows();
             dcp_pool_destroy(pool);
         }
     }

@@ -303,6 +303,12 @@ test_bad_batches(void)
     bad.token_count = -1;
     expect(model, &bad, "token_count -1");
     bad = batch;
+    bad.labels = NULL;
+    expect(model, &bad, "labels");
+    bad = batch;
+    bad.tokens = NULL;
+    expect(model, &bad, "tokens");
+    bad = batch;
     bad.sequence_count = 2;
     expect(model, &bad, "the last offset 40");
     tokens[8] = 37;

@@ -513,6 +513,12 @@ def test_bad_configurations_are_named(fields: dict[str, Any], words: str) -> Non
         dcp.Transformer1D(**(SIZES | fields))
 
 
+def test_heads_beyond_the_kernels_are_named() -> None:
+    with pytest.raises(dcp.UnsupportedError, match="head_dim 258"):
+        dcp.Transformer1D(**SIZES, head_dim=258)
+    assert dcp.Transformer1D(**SIZES, head_dim=256).head_dim == 256
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -616,6 +622,27 @@ def test_one_thread_at_a_time() -> None:
     for worker in workers:
         worker.join()
     assert seen and set(seen) == {want}
+
+
+def test_models_of_several_threads_share_the_pool() -> None:
+    """One process, one pool: computing calls follow each other, whatever thread they come from."""
+    models_ = [make_model(SMALL, seed) for seed in range(3)]
+    batch = make_batch(SMALL, [60, 30, 5])
+    want = [model.loss_and_gradients(**batch) for model in models_]
+    seen: list[bool] = []
+
+    def call(number: int) -> None:
+        for _ in range(20):
+            loss, gradients = models_[number].loss_and_gradients(**batch)
+            same = all(np.array_equal(gradients[name], x) for name, x in want[number][1].items())
+            seen.append(loss == want[number][0] and same)
+
+    workers = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert seen == [True] * 60
 
 
 @pytest.mark.parametrize("module", ["models", "huggingface"])

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
+from dcp import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from ref import Reference
@@ -328,6 +329,63 @@ def test_frozen_parameters_do_not_move_and_have_no_state():
     assert not any(".mlp." in name for _, kept, _ in results for name in kept)
     with dcp.init("self") as world, pytest.raises(dcp.ArgumentError, match="names no tensor"):
         dcp.fully_shard(case.config, world, frozen=["nothing"])
+
+
+def freeze_later(world, case, folder):
+    """Train with one part frozen, save; load with another frozen too, train, save."""
+    optimizer = dcp.optim.AdamW(lr=0.1, weight_decay=0.5)
+
+    def steps(model, first, last):
+        for step in range(first, last):
+            model.step(
+                case.plan(world.size, step)[world.rank],
+                scale=case.scale,
+                trainable=case.trainable,
+                lr=0.1,
+                step=step,
+                optimizer=optimizer,
+            )
+
+    def state(model):
+        names = {"model.norm.weight", "model.layers.0.mlp.up_proj.weight"}
+        return [
+            (kind, run.name, run.first, run.array.tobytes())
+            for kind, runs in model.shards().items()
+            for run in runs
+            if run.name in names
+        ]
+
+    common = {"world": world, "config": case.config}
+    with dcp.fully_shard(case.config, world, seed=1, frozen=["*.mlp.*"]) as model:
+        steps(model, 0, 3)
+        checkpoint.save(
+            folder, step=3, shards=model.shards(), shapes=model.shapes, state={}, **common
+        )
+        before = state(model)
+    with dcp.fully_shard(
+        case.config, world, seed=2, frozen=["*.mlp.*", "model.norm.weight"]
+    ) as model:
+        model.keep_state(["model.norm.weight"])
+        checkpoint.load(
+            checkpoint.latest(folder), shards=model.shards(), shapes=model.shapes, **common
+        )
+        model.weights_changed()
+        steps(model, 3, 5)
+        checkpoint.save(
+            folder, step=5, shards=model.shards(), shapes=model.shapes, state={}, **common
+        )
+        after = state(model)
+    return before == after, len(before)
+
+
+def test_state_of_a_tensor_frozen_later_is_kept(tmp_path):
+    """Case F-07: frozen after three steps, weights and moments stay in checkpoints, bitwise."""
+    results = dcp.launch(freeze_later, 2, (make_case(22), tmp_path))
+    assert all(same for same, _ in results) and sum(count for _, count in results) >= 4
+    saved = checkpoint.show(checkpoint.latest(tmp_path))
+    kinds = {tensor["name"]: tensor["kinds"] for tensor in saved["tensors"]}
+    assert saved["step"] == 5 and "adamw.m" in kinds["model.norm.weight"]
+    assert "adamw.m" not in kinds["model.layers.0.mlp.up_proj.weight"]
 
 
 def test_closed_models_and_views():

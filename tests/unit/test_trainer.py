@@ -33,6 +33,8 @@ class FakeModel:
         self.calls: list[dict[str, Any]] = []
         self.config, self.shapes = {"size": 1}, {"w": (1,)}
         self.published = 0
+        self.frozen = frozenset({"f"})
+        self.kept: set[str] = set()
 
     def step(self, micro_batches: Any, **settings: Any) -> Any:
         self.calls.append(settings)
@@ -53,6 +55,9 @@ class FakeModel:
 
     def shards(self) -> dict[str, float]:
         return {"value": self.value}
+
+    def keep_state(self, names: Any) -> None:
+        self.kept |= set(names)
 
     def weights_changed(self) -> None:
         self.published += 1
