@@ -19,7 +19,7 @@
  *
  * Cost a query row and key: 5 * dim multiply-adds, the exponential, 2 operations.
  */
-#include "attention_tile.h"
+#include "attention_pack.h"
 
 #define BLOCK ATTENTION_QUERY_BLOCK
 #define KEY_BLOCK ATTENTION_KEY_BLOCK

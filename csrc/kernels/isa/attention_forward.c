@@ -21,7 +21,7 @@
  * values. Measured on Zen 5, dim 64: 78 % of the time is spent in the two products at
  * full rate, 9 % in the exponential, 5 % in packing.
  */
-#include "attention_tile.h"
+#include "attention_pack.h"
 
 #if defined(__AVX512F__)
 #define TILE_KEYS 64

@@ -1,0 +1,182 @@
+/* Packing for the register tiles of attention: rows of a matrix whose rows may lie far
+ * apart (heads of a token, columns of a fused projection) into contiguous, zero-padded
+ * panels and rows; and the arena that the buffers come from.
+ */
+#ifndef DCP_ATTENTION_PACK_H
+#define DCP_ATTENTION_PACK_H
+
+#include "attention_tile.h"
+
+#if defined(__AVX512F__)
+/* 16 rows x 16 columns -> 16 columns x 16 rows. Two rounds of 32- and 64-bit
+ * interleaving inside 128-bit lanes, two of moving lanes. */
+INLINE void
+transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_stride,
+                 float factor)
+{
+    __m512 r[16], t[16];
+    const __m512 f = _mm512_set1_ps(factor);
+    UNROLL for (int i = 0; i < 16; i++)
+    {
+        r[i] = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_stride), f);
+    }
+    UNROLL for (int i = 0; i < 8; i++)
+    {
+        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 4; i++)
+    {
+        for (int j = 0; j < 2; j++) {
+            __m512d low = _mm512_castps_pd(t[4 * i + j]);
+            __m512d high = _mm512_castps_pd(t[4 * i + 2 + j]);
+            r[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            r[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    }
+    /* r[4 i + c] holds in its lane l the column 4 l + c of rows 4 i .. 4 i + 3 */
+    UNROLL for (int c = 0; c < 4; c++)
+    {
+        __m512 low01 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88);
+        __m512 high01 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
+        __m512 low23 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
+        __m512 high23 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+        t[c] = _mm512_shuffle_f32x4(low01, low23, 0x88);
+        t[4 + c] = _mm512_shuffle_f32x4(high01, high23, 0x88);
+        t[8 + c] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+        t[12 + c] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+    }
+    UNROLL for (int i = 0; i < 16; i++)
+    {
+        _mm512_storeu_ps(to + i * to_stride, t[i]);
+    }
+}
+#elif defined(__AVX2__)
+INLINE void
+transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_stride,
+                 float factor)
+{
+    __m256 r[8], t[8];
+    const __m256 f = _mm256_set1_ps(factor);
+    UNROLL for (int i = 0; i < 8; i++)
+    {
+        r[i] = _mm256_mul_ps(_mm256_loadu_ps(from + i * from_stride), f);
+    }
+    UNROLL for (int i = 0; i < 4; i++)
+    {
+        t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++)
+    {
+        r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+        r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+        r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+        r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+    }
+    UNROLL for (int c = 0; c < 4; c++)
+    {
+        t[c] = _mm256_permute2f128_ps(r[c], r[4 + c], 0x20);
+        t[4 + c] = _mm256_permute2f128_ps(r[c], r[4 + c], 0x31);
+    }
+    UNROLL for (int i = 0; i < 8; i++)
+    {
+        _mm256_storeu_ps(to + i * to_stride, t[i]);
+    }
+}
+#else
+INLINE void
+transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_stride,
+                 float factor)
+{
+    for (int c = 0; c < VF; c++) {
+        for (int r = 0; r < VF; r++) {
+            to[c * to_stride + r] = from[r * from_stride + c] * factor;
+        }
+    }
+}
+#endif
+
+/* VF rows or fewer of [.][dim] -> VF columns of a panel [dim][PANEL]. */
+static void
+pack_columns(float *to, const float *from, int64_t row_stride, int64_t count,
+             int64_t dim, float factor)
+{
+    float padded[VF * ATTENTION_MAX_DIM];
+    if (count < VF) {
+        for (int64_t r = 0; r < VF; r++) {
+            if (r < count) {
+                memcpy(padded + r * dim, from + r * row_stride,
+                       (size_t)dim * sizeof(float));
+            } else {
+                memset(padded + r * dim, 0, (size_t)dim * sizeof(float));
+            }
+        }
+        from = padded;
+        row_stride = dim;
+    }
+    int64_t d = 0;
+    for (; d + VF <= dim; d += VF) {
+        transpose_square(to + d * PANEL, PANEL, from + d, row_stride, factor);
+    }
+    for (; d < dim; d++) {
+        for (int64_t r = 0; r < VF; r++) {
+            to[d * PANEL + r] = from[r * row_stride + d] * factor;
+        }
+    }
+}
+
+/* Rows [row_count][dim] -> panels [ceil(row_count / PANEL)][dim][PANEL], times factor,
+ * columns beyond row_count zero. */
+static void
+pack_transposed(float *panels, const float *rows, int64_t row_stride, int64_t row_count,
+                int64_t dim, float factor)
+{
+    int64_t columns = round_up(row_count, PANEL);
+    for (int64_t first = 0; first < columns; first += VF) {
+        float *to = panels + first / PANEL * PANEL * dim + first % PANEL;
+        int64_t count = min_i64(VF, row_count - first);
+        if (count > 0) {
+            pack_columns(to, rows + first * row_stride, row_stride, count, dim, factor);
+            continue;
+        }
+        for (int64_t d = 0; d < dim; d++) {
+            vf_store(to + d * PANEL, (vf){0});
+        }
+    }
+}
+
+/* Rows [row_count][dim] -> [row_count][width], width = dim rounded up to whole vectors,
+ * zero-padded. */
+static void
+pack_rows(float *to, int64_t width, const float *rows, int64_t row_stride,
+          int64_t row_count, int64_t dim)
+{
+    for (int64_t r = 0; r < row_count; r++) {
+        const float *from = rows + r * row_stride;
+        int64_t d = 0;
+        for (; d + VF <= dim; d += VF) {
+            vf_store(to + d, vf_load(from + d));
+        }
+        if (d < dim) {
+            vf_store(to + d, vf_load_part(from + d, dim - d));
+        }
+        to += width;
+    }
+}
+
+/* Hands out pieces of scratch; with base NULL it only measures. */
+typedef struct arena {
+    char *base;
+    int64_t used_bytes;
+} arena_t;
+
+static inline float *
+arena_floats(arena_t *arena, int64_t count)
+{
+    int64_t start = arena->used_bytes;
+    arena->used_bytes += round_up(count * (int64_t)sizeof(float), 64);
+    return arena->base == NULL ? NULL : (float *)(void *)(arena->base + start);
+}
+
+#endif
