@@ -171,9 +171,11 @@ test_far_rows(void)
         return;
     }
     float *left = space, *right = space + 2, *out = space + 4; /* 3 matrices of 2 x 2 */
-    for (int i = 0; i < 4; i++) {
-        left[i / 2 * far + i % 2] = (float)(i + 1);
-        right[i / 2 * far + i % 2] = (float)(i + 5);
+    for (int row = 0; row < 2; row++) {
+        memcpy(left + row * far,
+               (const float[2]){(float)(1 + 2 * row), (float)(2 + 2 * row)}, 8);
+        memcpy(right + row * far,
+               (const float[2]){(float)(5 + 2 * row), (float)(6 + 2 * row)}, 8);
     }
     for (int way = 0; way < 4; way++) {
         dcp_gemm_args_t args = {
@@ -185,9 +187,8 @@ test_far_rows(void)
         /* (1 2; 3 4) (5 6; 7 8), its factors transposed or not */
         static const float products[4][4] = {
             {19, 22, 43, 50}, {26, 30, 38, 44}, {17, 23, 39, 53}, {23, 31, 34, 46}};
-        for (int i = 0; i < 4; i++) {
-            CHECK(out[i / 2 * far + i % 2] == products[way][i]);
-        }
+        CHECK(memcmp(out, products[way], 8) == 0);
+        CHECK(memcmp(out + far, products[way] + 2, 8) == 0);
     }
     munmap(space, bytes);
 }
