@@ -1,7 +1,8 @@
 /* Attention backward of one sequence, key-value head and segment of keys.
  *
- *   P = exp(scale Q K^T - lse)   dP = dO V^T   dS = P (dP - delta),  delta = rowsum(dO
- * O) dV = P^T dO                  dK = scale dS^T Q           dQ = scale dS K
+ *   P = exp(scale Q K^T - lse)      delta = rowsum(dO O)
+ *   dP = dO V^T                     dS = P (dP - delta)
+ *   dV = P^T dO                     dK = scale dS^T Q          dQ = scale dS K
  *
  * Query rows are taken in blocks of BLOCK; a block is packed once (queries and dO
  * transposed into panels for the first two products, copied for the next two) while all
