@@ -54,6 +54,16 @@ def test_example(module: str, test: doctest.DocTest, monkeypatch: pytest.MonkeyP
     assert result.failed == 0, report.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def no_world_stays_open() -> Iterator[None]:
+    """Examples share the process's world; the tests of other files start without one."""
+    yield
+    from dcp import world
+
+    if world._world is not None:
+        world._world.close()
+
+
 def public_names() -> list[str]:
     """Classes and functions of `dcp` and of its public modules, the errors aside."""
     names = [name for name in dcp.__all__ if not name.startswith("__")]
