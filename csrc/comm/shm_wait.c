@@ -17,6 +17,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -98,6 +99,12 @@ shm_fail(shm_root_t *root, dcp_status_t status, const char *text)
     shm_segment_t *segment = root->segment;
     uint32_t none = 0;
     if (!atomic_compare_exchange_strong(&segment->failed, &none, 1)) {
+        /* Another rank is writing its failure, which is the one that counts: a moment,
+         * unless that rank is killed in it. */
+        int64_t end_ns = dcp_clock_ns() + WATCH_NS;
+        while (atomic_load(&segment->failed) != 2 && dcp_clock_ns() < end_ns) {
+            sched_yield();
+        }
         return;
     }
     segment->fail_status = (int32_t)status;
