@@ -369,7 +369,7 @@ test_failures(void)
     run_ranks(ranks, 2, arguments_body, 0, 60 * second_ns);
 }
 
-static atomic_int interrupt_stage; /* 1: rank 0 is about to wait, 2: interrupted */
+static atomic_int interrupt_stage; /* 1: rank 0 goes to wait, 2: interrupted, 3: back */
 
 static bool
 poll_interrupt(void)
@@ -384,10 +384,14 @@ interrupt_body(rank_t *r)
     if (r->rank == 0) {
         atomic_store(&interrupt_stage, 1);
     }
-    while (r->rank == 1 && atomic_load(&interrupt_stage) != 2) {
+    /* rank 1 comes only then, or the barrier might still be complete for it */
+    while (r->rank == 1 && atomic_load(&interrupt_stage) != 3) {
         sched_yield();
     }
     keep(r, dcp_comm_barrier(r->comm));
+    if (r->rank == 0) {
+        atomic_store(&interrupt_stage, 3);
+    }
 }
 
 static void
