@@ -44,7 +44,9 @@ def check(got: np.ndarray, a: np.ndarray, b: np.ndarray, rest: np.ndarray | floa
     error = np.abs(got - (exact + rest)).max(initial=0.0)
     bound = 2 * np.abs(plain(a, b) - exact).max(initial=0.0)
     size = np.abs(exact).max(initial=0.0) + np.abs(rest).max(initial=0.0)
-    assert error <= bound + 4e-7 * size
+    # where few elements leave `plain` to luck: half a unit in the last place of all that was added
+    added = (np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64)).max(initial=0.0)
+    assert error <= bound + 4e-7 * size + 2.0**-24 * added
 
 
 @given(

@@ -396,7 +396,8 @@ def test_cross_entropy(rows, vocab, seed, weighted, gradient):
     ) if rows else ((0.0, logits[:, :vocab]),) * 2  # fmt: skip
     assert abs(got_loss[0] - 3.0 - exact[0]) <= 2 * abs(plain[0] - exact[0]) + 3e-7 * (1 + exact[0])
     if gradient:
-        assert_close(got[:, :vocab], exact[1], plain[1])
+        # exp of differences of up to 40: their own rounding is worth 8 units
+        assert_close(got[:, :vocab], exact[1], plain[1], ulps=8)
         assert (got[labels < 0, :vocab] == 0).all()
     else:
         assert (got == logits).all()
