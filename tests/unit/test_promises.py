@@ -91,7 +91,7 @@ def make_case(seed: int, *, dropout: float = 0.0, all_ignored: bool = False) -> 
         attention_bias=bool(rng.integers(2)),
         mlp_bias=bool(rng.integers(2)),
         dropout=dropout,
-        initializer_range=0.1,
+        initializer_range=0.06,
     )
     sizes = [int(n) for n in rng.choice([1, 1, 2, 3, 7, 20, 33], int(rng.integers(1, 9)))]
     documents = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in sizes]
