@@ -44,8 +44,8 @@ SHAPES = {
         "intermediate_size": 1408,
     },
 }
-STEPS = {"3M": 6, "20M": 4}
-ROUNDS = {"3M": 3, "20M": 2}
+STEPS = {"3M": 4, "20M": 2}
+ROUNDS = {"3M": 2, "20M": 1}
 
 
 def config_of(shape: str) -> dcp.Transformer1D:
