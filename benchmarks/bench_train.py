@@ -89,7 +89,13 @@ def write_for_peer(folder: Path, config: dcp.Transformer1D, steps: int) -> None:
 
 def run_peer(folder: Path, mode: str) -> tuple[dict, int]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    weighed = process_tree.run([*command, str(PEER), str(folder), "--mode", mode])
+    for attempt in range(3):  # torchrun sometimes fails after the run
+        try:
+            weighed = process_tree.run([*command, str(PEER), str(folder), "--mode", mode])
+            break
+        except RuntimeError:
+            if attempt == 2:
+                raise
     line = next(x for x in reversed(weighed.output.splitlines()) if x.startswith("{"))
     return json.loads(line), weighed.peak_bytes
 
@@ -148,7 +154,7 @@ def test_train(shape: str, benchmark, tmp_path: Path) -> None:
         assert [step["loss"] for step in document["steps"]] == losses, "runs must repeat bitwise"
     for document, _ in theirs["pad"]:
         assert document["tokens"][0] == ours[0][0]["steps"][0]["tokens"]
-        assert abs(document["losses"][0] / losses[0] - 1) < 1e-4, "not the same model and data"
+        assert abs(document["losses"][0] / losses[0] - 1) < 1e-5, "not the same model and data"
 
     rates = [
         speed([s["seconds"] for s in d["steps"]], [s["tokens"] for s in d["steps"]])

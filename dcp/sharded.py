@@ -68,7 +68,8 @@ class ShardedModel:
     """Made by `fully_shard`; weights, gradients and AdamW's moments lie in windows of the world.
 
     All ranks of a machine read one copy of the weights; each owns, updates and saves its shard.
-    Methods marked *collective* must be called by all ranks in the same order. A context manager.
+    Methods marked *collective* must be called by all ranks in the same order, and by one thread at
+    a time of a process, beside which no other thread computes with dcp. A context manager.
 
     Examples
     --------

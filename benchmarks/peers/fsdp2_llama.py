@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 IGNORE = -100
+FILLER = [np.zeros(2, np.uint8)]  # a micro-batch that counts for nothing: FSDP needs equal numbers
 
 
 class Attention(nn.Module):
@@ -129,7 +130,7 @@ def micro_batches(rows: list[np.ndarray], area: int, world: int) -> list[list[np
         current.append(row)
     batches.append(current)
     while len(batches) % world:
-        batches.append([np.zeros(2, np.uint8)])  # FSDP needs equal counts
+        batches.append(FILLER)
     return sorted(batches, key=lambda b: -sum(len(r) ** 2 for r in b))
 
 
@@ -146,7 +147,8 @@ def tensors_of(batch: list[np.ndarray], pad: int) -> tuple[torch.Tensor, torch.T
     labels = torch.full((len(batch), length - 1), IGNORE)
     for i, row in enumerate(batch):
         ids[i, : len(row)] = torch.from_numpy(row.astype(np.int64))
-        labels[i, : len(row) - 1] = ids[i, 1 : len(row)]
+        if batch is not FILLER:
+            labels[i, : len(row) - 1] = ids[i, 1 : len(row)]
     return ids, labels
 
 

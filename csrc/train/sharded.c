@@ -80,7 +80,7 @@ bind_model(dcp_sharded_t *sharded)
     dcp_dbuffer_t *gradient_buffer = sharded->buffers[DCP_SHARDED_GRADIENTS];
     for (int64_t i = 0; i < count; i++) {
         weights[i] = dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], i);
-        gradients[i] = gradient_buffer != NULL
+        gradients[i] = gradient_buffer != NULL && !sharded->frozen[i]
                            ? dcp_dbuffer_tensor_data(gradient_buffer, i)
                            : NULL;
     }

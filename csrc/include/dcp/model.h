@@ -71,7 +71,8 @@ dcp_status_t dcp_model_create(const dcp_transformer1d_config_t *config,
                               dcp_model_t **model_p);
 void dcp_model_destroy(dcp_model_t *model);
 
-/* Pointers per tensor, borrowed until the next bind. gradients NULL: forward only. */
+/* Pointers per tensor, borrowed until the next bind. gradients NULL: forward only; one
+ * of them NULL: frozen, its gradient is not computed. */
 dcp_status_t dcp_model_bind(dcp_model_t *model, float *const *weights,
                             float *const *gradients);
 /* The weights' values changed: packed copies are stale. */
