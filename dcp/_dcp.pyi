@@ -163,6 +163,7 @@ def cost_time(
     cost: tuple[float, ...],
     tokens: int,
     square_sum: float,
+    first_rank: int,
     ranks: int,
     recompute: tuple[int, int],
     /,
@@ -189,6 +190,8 @@ class Sharded:
         initialise: bool = True,
         forward_only: bool = False,
         frozen: NDArray[np.uint8] | None = None,
+        no_windows: bool = False,
+        reduce_layer: bool = False,
     ) -> None: ...
     def step(
         self,
@@ -207,6 +210,7 @@ class Sharded:
         weight_decay: float = 0.0,
         skip_nonfinite: bool = False,
         dropout_seed: int = 0,
+        groups: Sequence[tuple[int, int]] | None = None,
     ) -> dict[str, Any]: ...
     def gradients(
         self,
@@ -215,8 +219,15 @@ class Sharded:
         scale: float = 0.0,
         plan_hash: int = 0,
         dropout_seed: int = 0,
+        groups: Sequence[tuple[int, int]] | None = None,
     ) -> float: ...
-    def evaluate(self, micro_batches: Sequence[Any], scale: float, /) -> float: ...
+    def evaluate(
+        self,
+        micro_batches: Sequence[Any],
+        scale: float,
+        groups: Sequence[tuple[int, int]] | None,
+        /,
+    ) -> float: ...
     def publish(self) -> None: ...
     def tensor_view(self, kind: int, index: int, /) -> NDArray[np.float32]: ...
     def runs(self, kind: int, /) -> list[tuple[int, int, NDArray[np.float32]]]: ...

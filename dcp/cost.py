@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["CostModel"]
 
 SCHEMA = 1
+_TIERED = ("group_s", "hop_s", "gather_s", "exchange_s")  # (inside a node, across nodes)
+_INTEGERS = ("logit_chunk_tokens", "layer_count", "node_ranks")
 KINDS = ("layer", "mlp")  # block kinds whose layers may be recomputed, in the core's order
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise _dcp.DTypeError(f"cost.{name} = {value!r} must be a number")
+    return float(value)
 
 
 def whole(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
@@ -41,28 +49,25 @@ def whole(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
     return number
 
 
-def _rank_count(ranks: int | Iterable[int]) -> int:
-    """Size of a group given as a count or as a list of rank numbers."""
-    if isinstance(ranks, Iterable):
-        members = [operator.index(r) for r in ranks]
-        if len(set(members)) != len(members):
-            raise ArgumentError(f"ranks = {members} must be distinct")
-        return len(members)
-    return operator.index(ranks)
+def _group(ranks: int | Iterable[int]) -> tuple[int, int]:
+    """(first rank, count) of a group given as a list of rank numbers or as a count."""
+    if not isinstance(ranks, Iterable):
+        return 0, operator.index(ranks)
+    members = sorted(operator.index(r) for r in ranks)
+    if members and members != list(range(members[0], members[0] + len(members))):
+        raise ArgumentError(f"ranks = {members} must be distinct and consecutive")
+    return (members[0] if members else 0), len(members)
 
 
-def recompute_counts(recompute: str | Mapping[str, int]) -> tuple[int, int]:
-    """(layers, mlps) that are recomputed; "selective" and "full" need the layer count."""
+def recompute_counts(recompute: str | Mapping[str, int], layers: int) -> tuple[int, int]:
+    """(layers, mlps) that are recomputed, of a model of `layers` layers."""
     if isinstance(recompute, str):
-        if recompute == "none":
-            return (0, 0)
-        if recompute in ("selective", "full"):
-            raise _dcp.UnsupportedError(
-                f"recompute = {recompute!r} is not supported yet, only 'none'"
+        named = {"none": (0, 0), "selective": (0, layers), "full": (layers, 0)}
+        if recompute not in named:
+            raise ArgumentError(
+                f"recompute = {recompute!r} must be 'none', 'selective', 'full' or a mapping"
             )
-        raise ArgumentError(
-            f"recompute = {recompute!r} must be 'none', 'selective', 'full' or a mapping"
-        )
+        return named[recompute]
     unknown = set(recompute) - set(KINDS)
     if unknown:
         raise ArgumentError(f"recompute names {sorted(unknown)}: block kinds are {list(KINDS)}")
@@ -79,9 +84,22 @@ def lengths_array(lengths: ArrayLike) -> NDArray[np.int64]:
 class CostModel:
     """Seconds and bytes of one micro-batch; plain data.
 
-    On one rank, sequences of lengths l take ``latency_s + token_s * sum(l) + square_s * sum(l**2)``
-    and hold ``fixed_bytes + sharded_bytes / world_size + scratch_bytes + token_bytes * sum(l)
-    + logit_bytes * min(sum(l), logit_chunk_tokens)``.
+    Sequences of lengths l, T = sum(l), Q = sum(l**2), on p consecutive ranks with n layers and m
+    MLPs recomputed, n' = max(n - 1, 0), m' = max(m - 1, 0) (what is dropped shares one place a
+    kind, whose last user need not be computed again), take::
+
+        a(p)    latency_s, and for p > 1: + group_s + hop_s (p - 1)
+        work    (token_s T + square_s Q + n' (layer_token_s T + layer_square_s Q)
+                 + m' mlp_token_s T) / p
+        comm    T (p - 1) / p (gather_s + exchange_s / p) (1 + n' layer_comm_share)
+
+    and each rank of a world of W holds, R = ceil(T / p)::
+
+        fixed_bytes + sharded_bytes / W + (scratch_bytes where T > 0)
+        + R (token_bytes - n' layer_token_bytes - m' mlp_token_bytes)
+        + (T group_token_bytes where p > 1) + logit_bytes min(R, logit_chunk_tokens)
+
+    Source: DESIGN of dcp; T = a(sp) + b tokens/sp + c sum(len^2)/sp + comm + recomputed forward.
 
     Attributes
     ----------
@@ -91,18 +109,32 @@ class CostModel:
         Per token: linear layers, norms, loss.
     square_s : float
         Per squared length: attention.
+    group_s, hop_s, gather_s, exchange_s : tuple of two floats
+        Of groups inside a node and of groups that span nodes: whatever their size; per further
+        rank; a token's keys and values to all ranks (ring); a token's rows by heads (Ulysses).
+    layer_token_s, layer_square_s, mlp_token_s : float
+        Forward again, of one layer and of one layer's MLP.
+    layer_comm_share : float
+        Share of the communication that one recomputed layer repeats.
     fixed_bytes : float
         On every rank, whatever it computes.
     sharded_bytes : float
-        Of all ranks together, cut evenly over them.
+        Of all ranks together, cut evenly.
     scratch_bytes : float
         While any micro-batch runs.
-    token_bytes : float
-        Activations of one token.
+    token_bytes, layer_token_bytes, mlp_token_bytes : float
+        Activations of one token with nothing dropped, and what of these one layer and one layer's
+        MLP account for.
+    group_token_bytes : float
+        A token of the whole group, where more than one rank computes it.
     logit_bytes : float
         One row of the loss's chunk of logits.
     logit_chunk_tokens : int
         Rows of that chunk.
+    layer_count : int
+        Layers that can be recomputed.
+    node_ranks : int
+        Ranks of a node; 0: all ranks share one.
     name : str
         Where the figures come from; for people.
 
@@ -119,12 +151,25 @@ class CostModel:
     latency_s: float = 0.0
     token_s: float = 0.0
     square_s: float = 0.0
+    group_s: tuple[float, float] = (0.0, 0.0)
+    hop_s: tuple[float, float] = (0.0, 0.0)
+    gather_s: tuple[float, float] = (0.0, 0.0)
+    exchange_s: tuple[float, float] = (0.0, 0.0)
+    layer_token_s: float = 0.0
+    layer_square_s: float = 0.0
+    layer_comm_share: float = 0.0
+    mlp_token_s: float = 0.0
     fixed_bytes: float = 0.0
     sharded_bytes: float = 0.0
     scratch_bytes: float = 0.0
     token_bytes: float = 0.0
+    layer_token_bytes: float = 0.0
+    mlp_token_bytes: float = 0.0
+    group_token_bytes: float = 0.0
     logit_bytes: float = 0.0
     logit_chunk_tokens: int = 0
+    layer_count: int = 0
+    node_ranks: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -132,15 +177,16 @@ class CostModel:
             value = getattr(self, field.name)
             if field.name == "name":
                 continue
-            if field.name == "logit_chunk_tokens":
-                value = operator.index(value)
-                object.__setattr__(self, field.name, value)
-            elif not isinstance(value, int | float | np.number) or isinstance(value, bool):
-                raise _dcp.DTypeError(f"cost.{field.name} = {value!r} must be a number")
+            if field.name in _INTEGERS:
+                object.__setattr__(self, field.name, operator.index(value))
+            elif field.name in _TIERED:
+                pair = tuple(_number(field.name, v) for v in value)
+                if len(pair) != 2:
+                    raise ArgumentError(f"cost.{field.name} = {value!r} must be two numbers")
+                object.__setattr__(self, field.name, pair)
             else:
-                object.__setattr__(self, field.name, float(value))
-            if not math.isfinite(value) or value < 0:
-                raise ArgumentError(f"cost.{field.name} = {value!r} must be finite and >= 0")
+                object.__setattr__(self, field.name, _number(field.name, value))
+        _dcp.cost_time(self._core(), 0, 0.0, 0, 1, (0, 0))  # checks every rule
 
     @classmethod
     def for_model(
@@ -212,7 +258,7 @@ class CostModel:
         lengths : array_like of int
             Its sequences, in tokens; empty gives the latency.
         ranks : int or iterable of int
-            The group that computes it: rank numbers or their count.
+            The group that computes it: consecutive rank numbers, or their count (the first ranks).
         recompute : str or mapping
             "none", "selective", "full", or layers per block kind.
 
@@ -222,8 +268,8 @@ class CostModel:
 
         Raises
         ------
-        dcp.UnsupportedError
-            More than one rank, or anything recomputed: not in this version.
+        dcp.ArgumentError
+            Ranks that are not consecutive, or counts beyond the layers.
 
         Examples
         --------
@@ -232,9 +278,9 @@ class CostModel:
         3.0
         """
         tokens, squares = _sums(lengths)
-        group = _rank_count(ranks)
-        counts = recompute_counts(recompute)
-        return float(_dcp.cost_time(self._core(), tokens, squares, group, counts))
+        first, count = _group(ranks)
+        counts = recompute_counts(recompute, self.layer_count)
+        return float(_dcp.cost_time(self._core(), tokens, squares, first, count, counts))
 
     def memory(
         self,
@@ -261,7 +307,7 @@ class CostModel:
 
         Raises
         ------
-        dcp.UnsupportedError
+        dcp.ArgumentError
             As `time`.
 
         Examples
@@ -271,9 +317,9 @@ class CostModel:
         200
         """
         tokens, _ = _sums(lengths)
-        group = _rank_count(ranks)
-        counts = recompute_counts(recompute)
-        return int(_dcp.cost_memory(self._core(), tokens, group, counts, world_size))
+        _, count = _group(ranks)
+        counts = recompute_counts(recompute, self.layer_count)
+        return int(_dcp.cost_memory(self._core(), tokens, count, counts, world_size))
 
     def to_json(self) -> dict[str, Any]:
         """The model as a JSON object.
@@ -306,7 +352,7 @@ class CostModel:
         unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise ArgumentError(f"cost model has unknown fields {sorted(unknown)}")
-        return cls(**fields)
+        return cls(**{k: tuple(v) if k in _TIERED else v for k, v in fields.items()})
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file.
@@ -345,18 +391,13 @@ class CostModel:
         return cls.from_json(document)
 
     def _core(self) -> tuple[float, ...]:
-        """The tuple that the core reads."""
-        return (
-            self.latency_s,
-            self.token_s,
-            self.square_s,
-            self.fixed_bytes,
-            self.sharded_bytes,
-            self.scratch_bytes,
-            self.token_bytes,
-            self.logit_bytes,
-            self.logit_chunk_tokens,
-        )
+        """The tuple that the core reads: the fields in order, pairs laid out flat."""
+        flat: list[float] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name":
+                flat.extend(value if isinstance(value, tuple) else (value,))
+        return tuple(flat)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from dcp._dcp import ArgumentError, InfeasibleError
 from dcp.cost import CostModel, whole
 from dcp.data import Documents
-from dcp.planning import Plan, plan, split_steps
+from dcp.planning import MicroBatchPlan, Plan, plan, split_steps
 
 __all__ = ["Loader", "MicroBatch", "Sampler", "Step"]
 
@@ -137,6 +137,10 @@ class MicroBatch:
         Weight of each position's loss; None: 1.
     row_ids : ndarray of int64, shape (T,)
         Number of each token in its step, whatever the plan.
+    group : tuple of two ints
+        (first rank, count) of the ranks that share it. All of them hold all its sequences.
+    recompute : tuple of two ints
+        (layers, MLPs) that drop their activations.
     """
 
     tokens: NDArray[np.int32]
@@ -144,6 +148,8 @@ class MicroBatch:
     labels: NDArray[np.int32]
     weights: NDArray[np.float32] | None
     row_ids: NDArray[np.int64]
+    group: tuple[int, int]
+    recompute: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -340,7 +346,7 @@ class Loader:
             sequence_count=len(sequences),
             scale=scale,
             micro_batches=[
-                self._micro_batch(sequences, lengths, trainable, starts, batch.sequences, weighting)
+                self._micro_batch(sequences, lengths, trainable, starts, batch, weighting)
                 for batch in made.for_rank(self.rank)
             ],
         )
@@ -351,9 +357,10 @@ class Loader:
         lengths: NDArray[np.int64],
         trainable: NDArray[np.int64],
         starts: NDArray[np.int64],
-        chosen: tuple[int, ...],
+        planned: MicroBatchPlan,
         weighting: str,
     ) -> MicroBatch:
+        chosen = planned.sequences
         offsets = np.zeros(len(chosen) + 1, np.int64)
         np.cumsum(lengths[list(chosen)], out=offsets[1:])
         count = int(offsets[-1])
@@ -366,7 +373,15 @@ class Loader:
             row_ids[run] += starts[sequence] - offsets[i]
             if weights is not None:
                 weights[run] = 1.0 / max(1, int(trainable[sequence]))
-        return MicroBatch(tokens, offsets, labels, weights, row_ids)
+        return MicroBatch(
+            tokens,
+            offsets,
+            labels,
+            weights,
+            row_ids,
+            group=(planned.ranks[0], len(planned.ranks)),
+            recompute=(planned.recompute.get("layer", 0), planned.recompute.get("mlp", 0)),
+        )
 
     def evaluation(self, *, tokens: int) -> Iterator[Step]:
         """The held-out sequences, the same ones in the same order every time and for every seed.

@@ -3,13 +3,11 @@
 A *plan* says which rank computes which sequences of a step, in which micro-batches. It is a pure
 function of the lengths, the cost model, the world, the memory cap, the seed and the options, made
 in C and proved before it is handed out. Lengths are in tokens, times in seconds, sizes in bytes.
-
-This version plans one rank a micro-batch and recomputes nothing; more than that is
-`dcp.UnsupportedError`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import operator
 from collections.abc import Mapping, Sequence
@@ -44,8 +42,8 @@ def strategies() -> tuple[str, ...]:
     Examples
     --------
     >>> from dcp import planning
-    >>> planning.strategies()
-    ('packed', 'bucket')
+    >>> "packed" in planning.strategies()
+    True
     """
     return tuple(_dcp.plan_strategies())
 
@@ -57,7 +55,7 @@ class MicroBatchPlan:
     Attributes
     ----------
     ranks : tuple of int
-        The group that computes it.
+        The group that computes it: consecutive.
     sequences : tuple of int
         Indices into the plan's lengths.
     start_s, end_s : float
@@ -66,6 +64,8 @@ class MicroBatchPlan:
         Estimate on each of its ranks, fixed part included.
     recompute : dict
         Layers per block kind that drop their activations; empty: none.
+    round : int
+        With ``rounds=True``, the round that it runs in; else 0.
     """
 
     ranks: tuple[int, ...]
@@ -74,6 +74,53 @@ class MicroBatchPlan:
     end_s: float
     bytes: int
     recompute: dict[str, int]
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan depends on beside lengths, cost model and world; see `plan`."""
+
+    strategy: str = "packed"
+    seed: int = 0
+    memory_bytes: int | None = None
+    max_tokens: int | None = None
+    longest: int | None = None
+    max_group: int | None = None
+    rounds: bool = False
+    fixed_group: int = 1
+    fixed_recompute: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strategy, str):
+            raise _dcp.DTypeError(f"strategy = {self.strategy!r} must be a name")
+        whole("seed", self.seed, 0, _UINT64_MAX)
+        for name, high in (
+            ("memory_bytes", (1 << 63) - 1),
+            ("max_tokens", (1 << 63) - 1),
+            ("longest", (1 << 63) - 1),
+            ("max_group", 1 << 20),
+        ):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(name, getattr(self, name), 1, high))
+        whole("fixed_group", self.fixed_group, 1, 1 << 20)
+
+    def request(self, lengths: NDArray[Any], cost: CostModel, world_size: int) -> tuple[Any, ...]:
+        """The tuple that the core reads."""
+        return (
+            lengths,
+            cost._core(),
+            world_size,
+            self.memory_bytes or 0,
+            self.max_tokens or 0,
+            self.longest or 0,
+            self.max_group or 0,
+            self.rounds,
+            self.fixed_group,
+            self.fixed_recompute,
+            self.seed,
+            self.strategy,
+        )
 
 
 class Plan:
@@ -84,13 +131,11 @@ class Plan:
     lengths : ndarray of int64, shape (sequences,)
         The step's sequences, in tokens.
     world_size : int
-    strategy : str
-    seed : int
     cost : CostModel
-    memory_bytes : int or None
-        Most that one rank may hold.
-    max_tokens : int or None
-        Most tokens of one micro-batch, where given.
+    options : PlanOptions
+        Strategy, seed, caps.
+    winner : str
+        The strategy whose candidate this is.
     hash : str
         128 bits in hexadecimal of everything that the plan depends on and decides.
     makespan, bound : float
@@ -103,23 +148,42 @@ class Plan:
         lengths: NDArray[np.int64],
         world_size: int,
         cost: CostModel,
-        strategy: str,
-        seed: int,
-        memory_bytes: int | None,
-        max_tokens: int | None,
+        options: PlanOptions,
         fields: dict[str, Any],
     ) -> None:
         self.lengths = lengths
         self.world_size = world_size
         self.cost = cost
-        self.strategy = strategy
-        self.seed = seed
-        self.memory_bytes = memory_bytes
-        self.max_tokens = max_tokens
+        self.options = options
+        self.winner: str = fields["winner"]
         self.hash: str = fields["hash"]
         self.makespan: float = fields["makespan_s"]
         self.bound: float = fields["bound_s"]
         self._fields = fields
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy that was asked for.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([3], dcp.CostModel(token_s=1.0), world_size=1, strategy="packed").strategy
+        'packed'
+        """
+        return self.options.strategy
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Most bytes that one rank may hold; None: no cap.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([3], dcp.CostModel(token_s=1.0), world_size=1).memory_bytes is None
+        True
+        """
+        return self.options.memory_bytes
 
     @property
     def gap(self) -> float:
@@ -168,6 +232,7 @@ class Plan:
             f["end_s"].tolist(),
             f["bytes"].tolist(),
             f["recompute"].tolist(),
+            f["round"].tolist(),
             strict=True,
         )
         return [
@@ -178,9 +243,22 @@ class Plan:
                 end_s=end,
                 bytes=size,
                 recompute={kind: n for kind, n in zip(KINDS, counts, strict=True) if n},
+                round=number,
             )
-            for m, (start, end, size, counts) in enumerate(rows)
+            for m, (start, end, size, counts, number) in enumerate(rows)
         ]
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """Every group of two or more ranks, (first rank, count), distinct and sorted.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([3, 2], dcp.CostModel(token_s=1.0), world_size=2, strategy="packed").groups
+        []
+        """
+        return sorted({(m.ranks[0], len(m.ranks)) for m in self.micro_batches if len(m.ranks) > 1})
 
     def for_rank(self, rank: int) -> list[MicroBatchPlan]:
         """The micro-batches of one rank, in the order of time.
@@ -229,15 +307,7 @@ class Plan:
         return self
 
     def _request(self) -> tuple[Any, ...]:
-        return (
-            self.lengths,
-            self.cost._core(),
-            self.world_size,
-            self.memory_bytes or 0,
-            self.max_tokens or 0,
-            self.seed,
-            self.strategy,
-        )
+        return self.options.request(self.lengths, self.cost, self.world_size)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object; `from_json` reads it back.
@@ -256,11 +326,8 @@ class Plan:
             "lengths": self.lengths.tolist(),
             "makespan_s": self.makespan,
             "bound_s": self.bound,
-            "memory_bytes": self.memory_bytes,
-            "max_tokens": self.max_tokens,
-            "strategy": self.strategy,
-            "winner": self.strategy,
-            "seed": self.seed,
+            **dataclasses.asdict(self.options),
+            "winner": self.winner,
             "cost": self.cost.to_json(),
             "micro_batches": [
                 {
@@ -270,6 +337,7 @@ class Plan:
                     "end_s": m.end_s,
                     "bytes": m.bytes,
                     "recompute": m.recompute,
+                    "round": m.round,
                 }
                 for m in self.micro_batches
             ],
@@ -313,11 +381,12 @@ class Plan:
         batches = document["micro_batches"]
         ranks = [b["ranks"] for b in batches]
         sequences = [b["sequences"] for b in batches]
-        recompute = [recompute_counts(b.get("recompute", {})) for b in batches]
+        recompute = [recompute_counts(b.get("recompute", {}), 0) for b in batches]
         fields: dict[str, Any] = {
             "hash": str(document["hash"]),
             "makespan_s": float(document["makespan_s"]),
             "bound_s": float(document["bound_s"]),
+            "winner": str(document["winner"]),
             "rank_offsets": _offsets(ranks),
             "ranks": _flat(ranks, np.int32),
             "sequence_offsets": _offsets(sequences),
@@ -326,15 +395,18 @@ class Plan:
             "start_s": np.array([b["start_s"] for b in batches], np.float64),
             "end_s": np.array([b["end_s"] for b in batches], np.float64),
             "bytes": _flat([[b["bytes"] for b in batches]], np.int64),
+            "round": _flat([[b.get("round", 0) for b in batches]], np.int32),
         }
+        options = {
+            f.name: document[f.name] for f in dataclasses.fields(PlanOptions) if f.name in document
+        }
+        layers, mlps = options.get("fixed_recompute", (0, 0))
+        options["fixed_recompute"] = (operator.index(layers), operator.index(mlps))
         return cls(
             lengths=_flat([document["lengths"]], np.int64),
             world_size=operator.index(document["world"]),
             cost=CostModel.from_json(document["cost"]),
-            strategy=str(document["strategy"]),
-            seed=operator.index(document["seed"]),
-            memory_bytes=document["memory_bytes"],
-            max_tokens=document.get("max_tokens"),
+            options=PlanOptions(**options),
             fields=fields,
         )
 
@@ -406,6 +478,11 @@ def plan(
     seed: int = 0,
     tokens_per_step: int | None = None,
     max_tokens: int | None = None,
+    longest: int | None = None,
+    max_group: int | None = None,
+    rounds: bool = False,
+    fixed_group: int = 1,
+    fixed_recompute: str | Mapping[str, int] = "none",
 ) -> Plan:
     """Plan one step.
 
@@ -430,7 +507,17 @@ def plan(
     tokens_per_step : int, optional
         The step's budget: lengths that add up to more are an error (see `split_steps`).
     max_tokens : int, optional
-        Most tokens of one micro-batch; default 4096, or the longest sequence if that is longer.
+        Most tokens of one micro-batch on each of its ranks. Default: none where `memory_bytes` is
+        given; else 4096, or the longest sequence if that is longer.
+    longest : int, optional
+        Longest sequence of the whole run, for strategies that settle once a run.
+    max_group : int, optional
+        Most ranks that share a sequence; default `world_size`.
+    rounds : bool
+        Whether all ranks move together, micro-batch by micro-batch, because each layer is gathered
+        by all of them; else each runs on its own.
+    fixed_group, fixed_recompute
+        Ranks of every group and what is recomputed, of strategy "fixed".
 
     Returns
     -------
@@ -456,23 +543,20 @@ def plan(
     """
     if not isinstance(cost, CostModel):
         raise _dcp.DTypeError(f"cost must be a dcp.CostModel, got {type(cost).__name__}")
-    if not isinstance(strategy, str):
-        raise _dcp.DTypeError(f"strategy = {strategy!r} must be a name")
     world_size = whole("world_size", world_size, 1, 1 << 20)
-    memory_bytes = None if memory_bytes is None else whole("memory_bytes", memory_bytes, 1)
-    max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 1)
-    seed = whole("seed", seed, 0, _UINT64_MAX)
-    array = lengths_array(lengths)
-    request = (
-        array,
-        cost._core(),
-        world_size,
-        memory_bytes or 0,
-        max_tokens or 0,
-        seed,
-        strategy,
+    options = PlanOptions(
+        strategy=strategy,
+        seed=seed,
+        memory_bytes=memory_bytes,
+        max_tokens=max_tokens,
+        longest=longest,
+        max_group=max_group,
+        rounds=bool(rounds),
+        fixed_group=fixed_group,
+        fixed_recompute=recompute_counts(fixed_recompute, cost.layer_count),
     )
-    fields = _dcp.plan(request)
+    array = lengths_array(lengths)
+    fields = _dcp.plan(options.request(array, cost, world_size))
     own = np.array(array, np.int64)
     own.flags.writeable = False
     if tokens_per_step is not None and own.sum() > whole("tokens_per_step", tokens_per_step, 1):
@@ -484,10 +568,7 @@ def plan(
         lengths=own,
         world_size=world_size,
         cost=cost,
-        strategy=strategy,
-        seed=seed,
-        memory_bytes=memory_bytes,
-        max_tokens=max_tokens,
+        options=options,
         fields=fields,
     )
 

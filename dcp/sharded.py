@@ -25,7 +25,11 @@ _WEIGHTS, _GRADIENTS, _ADAMW_M, _ADAMW_V = range(4)
 
 
 class MicroBatchLike(Protocol):
-    """What a micro-batch must offer; `dcp.loader.MicroBatch` does."""
+    """What a micro-batch must offer; `dcp.loader.MicroBatch` does.
+
+    It may also have `group`, (first rank, count) of the ranks that share its rows (default: this
+    rank alone), and `recompute`, (layers, MLPs) that drop their activations (default: none).
+    """
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -181,6 +185,7 @@ class ShardedModel:
         plan_hash: str = "0",
         dropout_seed: int = 0,
         nonfinite: Literal["stop", "skip"] = "stop",
+        groups: Sequence[tuple[int, int]] = (),
     ) -> StepResult:
         """One optimizer step over this rank's micro-batches. Collective.
 
@@ -205,6 +210,9 @@ class ShardedModel:
         nonfinite : {"stop", "skip"}
             What to do, on all ranks alike, when loss or gradient is not finite: raise
             `dcp.NumericError`, or change nothing and go on.
+        groups : sequence of (first rank, count)
+            Every group of two or more ranks that any micro-batch of the step has, on any rank;
+            the same on all ranks: `dcp.Plan.groups`.
         """
         result = self._core.step(
             micro_batches,
@@ -221,19 +229,27 @@ class ShardedModel:
             weight_decay=optimizer.weight_decay,
             skip_nonfinite=nonfinite == "skip",
             dropout_seed=dropout_seed,
+            groups=groups,
         )
         if not result["skipped"]:
             self._updates += 1
         return StepResult(**result)
 
     def loss_and_gradients(
-        self, micro_batches: Sequence[MicroBatchLike], *, scale: float, dropout_seed: int = 0
+        self,
+        micro_batches: Sequence[MicroBatchLike],
+        *,
+        scale: float,
+        dropout_seed: int = 0,
+        groups: Sequence[tuple[int, int]] = (),
     ) -> tuple[float, dict[str, NDArray[np.float32]]]:
         """Loss and the whole gradient, summed over ranks; no update. Collective.
 
         Meant for checks: every rank gets a full copy of the gradient.
         """
-        loss = self._core.gradients(micro_batches, scale=scale, dropout_seed=dropout_seed)
+        loss = self._core.gradients(
+            micro_batches, scale=scale, dropout_seed=dropout_seed, groups=groups
+        )
         runs = self._core.runs(_GRADIENTS)
         table = np.array([(t, first, array.size) for t, first, array in runs], np.int64).ravel()
         values = np.concatenate([array for _, _, array in runs] or [np.zeros(0, np.float32)])
@@ -251,9 +267,15 @@ class ShardedModel:
         }
         return loss, grads
 
-    def evaluate(self, micro_batches: Sequence[MicroBatchLike], *, scale: float) -> float:
+    def evaluate(
+        self,
+        micro_batches: Sequence[MicroBatchLike],
+        *,
+        scale: float,
+        groups: Sequence[tuple[int, int]] = (),
+    ) -> float:
         """Sum over all ranks of the scaled loss, without dropout and gradients. Collective."""
-        return float(self._core.evaluate(micro_batches, scale))
+        return float(self._core.evaluate(micro_batches, scale, groups))
 
     def parameters_sha256(self) -> str:
         """SHA-256 of all parameters' bytes, in the order of their names."""

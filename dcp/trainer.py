@@ -281,6 +281,7 @@ class Trainer:
             plan_hash=data.plan.hash,
             dropout_seed=_mix(self.seed, self.step),
             nonfinite=self.nonfinite,
+            groups=data.plan.groups,
         )
         seconds = time.perf_counter() - start
         self.train_seconds += seconds
@@ -310,7 +311,9 @@ class Trainer:
         """Take the loss on the held-out documents, always the same ones; None where none are."""
         total, any_tokens = 0.0, False
         for data in self.loader.evaluation(tokens=self.eval_tokens):
-            total += self.model.evaluate(data.micro_batches, scale=data.scale)
+            total += self.model.evaluate(
+                data.micro_batches, scale=data.scale, groups=data.plan.groups
+            )
             any_tokens = True
         loss = _finite(total) if any_tokens else None
         self._evaluated = self.step

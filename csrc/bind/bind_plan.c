@@ -1,7 +1,8 @@
 /* The planner: dcp._dcp.plan, plan_verify, plan_hash, cost_time, cost_memory and
  * plan_strategies. A request comes as one tuple
- *     (lengths, cost, world, memory_bytes, max_tokens, seed, strategy),
- * cost as the tuple of dcp_cost_t's fields in order; a plan goes out as a dict of
+ *     (lengths, cost, world, memory_bytes, max_tokens, run_longest, max_group, rounds,
+ *      fixed_group, (fixed layers, fixed mlps), seed, strategy),
+ * cost as the tuple of dcp_cost_t's fields in order, flat; a plan goes out as a dict of
  * read-only arrays over the core's memory, and comes back in as a dict of arrays.
  * dcp/planning.py is the face of all this.
  */
@@ -18,17 +19,24 @@ typedef struct parsed_request {
 } parsed_request_t;
 
 static int
-parse_cost(PyObject *tuple, dcp_cost_t *cost_p)
+parse_cost(PyObject *tuple, dcp_cost_t *c)
 {
-    long long chunk;
+    long long integers[DCP_COST_INTEGERS];
     if (!PyArg_ParseTuple(
-            tuple, "ddddddddL;cost must be a tuple of dcp_cost_t's fields",
-            &cost_p->latency_s, &cost_p->token_s, &cost_p->square_s,
-            &cost_p->fixed_bytes, &cost_p->sharded_bytes, &cost_p->scratch_bytes,
-            &cost_p->token_bytes, &cost_p->logit_bytes, &chunk)) {
+            tuple,
+            "dddddddddddddddddddddddLLL;cost must be a tuple of dcp_cost_t's fields",
+            &c->latency_s, &c->token_s, &c->square_s, &c->group_s[0], &c->group_s[1],
+            &c->hop_s[0], &c->hop_s[1], &c->gather_s[0], &c->gather_s[1],
+            &c->exchange_s[0], &c->exchange_s[1], &c->layer_token_s, &c->layer_square_s,
+            &c->layer_comm_share, &c->mlp_token_s, &c->fixed_bytes, &c->sharded_bytes,
+            &c->scratch_bytes, &c->token_bytes, &c->layer_token_bytes,
+            &c->mlp_token_bytes, &c->group_token_bytes, &c->logit_bytes, &integers[0],
+            &integers[1], &integers[2])) {
         return -1;
     }
-    cost_p->logit_chunk_tokens = chunk;
+    c->logit_chunk_tokens = integers[0];
+    c->layer_count = integers[1];
+    c->node_ranks = integers[2];
     return 0;
 }
 
@@ -38,16 +46,18 @@ parse_request(PyObject *tuple, void *address)
 {
     parsed_request_t *parsed = address;
     PyObject *lengths, *cost;
-    long long memory_bytes, max_tokens;
+    long long memory_bytes, max_tokens, run_longest;
     unsigned long long seed;
-    int world;
+    dcp_plan_request_t *request = &parsed->request;
+    int world, max_group, rounds, fixed_group, layers, mlps;
     if (!PyTuple_Check(tuple)) {
         PyErr_SetString(PyExc_TypeError, "request must be a tuple");
         return 0;
     }
-    if (!PyArg_ParseTuple(tuple, "OO!iLLKs", &lengths, &PyTuple_Type, &cost, &world,
-                          &memory_bytes, &max_tokens, &seed,
-                          &parsed->request.strategy)) {
+    if (!PyArg_ParseTuple(tuple, "OO!iLLLipi(ii)Ks", &lengths, &PyTuple_Type, &cost,
+                          &world, &memory_bytes, &max_tokens, &run_longest, &max_group,
+                          &rounds, &fixed_group, &layers, &mlps, &seed,
+                          &request->strategy)) {
         return 0;
     }
     if (parse_cost(cost, &parsed->request.cost) < 0) {
@@ -57,12 +67,18 @@ parse_request(PyObject *tuple, void *address)
     if (parsed->lengths == NULL) {
         return 0;
     }
-    parsed->request.lengths = PyArray_DATA(parsed->lengths);
-    parsed->request.length_count = PyArray_SIZE(parsed->lengths);
-    parsed->request.world = world;
-    parsed->request.memory_bytes = memory_bytes;
-    parsed->request.max_tokens = max_tokens;
-    parsed->request.seed = seed;
+    request->lengths = PyArray_DATA(parsed->lengths);
+    request->length_count = PyArray_SIZE(parsed->lengths);
+    request->world = world;
+    request->memory_bytes = memory_bytes;
+    request->max_tokens = max_tokens;
+    request->run_longest = run_longest;
+    request->max_group = max_group;
+    request->rounds = rounds;
+    request->fixed_group = fixed_group;
+    request->fixed_recompute[DCP_RECOMPUTE_LAYER] = layers;
+    request->fixed_recompute[DCP_RECOMPUTE_MLP] = mlps;
+    request->seed = seed;
     return 1;
 }
 
@@ -116,8 +132,9 @@ wrap_plan(dcp_plan_t *plan)
     PyObject *hash = hash_text(plan->hash);
     PyObject *dict = hash == NULL
                          ? NULL
-                         : Py_BuildValue("{s:O,s:d,s:d}", "hash", hash, "makespan_s",
-                                         plan->makespan_s, "bound_s", plan->bound_s);
+                         : Py_BuildValue("{s:O,s:d,s:d,s:s}", "hash", hash,
+                                         "makespan_s", plan->makespan_s, "bound_s",
+                                         plan->bound_s, "winner", plan->winner);
     Py_XDECREF(hash);
     if (dict != NULL
         && (put_view(dict, "rank_offsets", capsule, NPY_INT64, m + 1, 0,
@@ -137,7 +154,8 @@ wrap_plan(dcp_plan_t *plan)
                    < 0
             || put_view(dict, "start_s", capsule, NPY_DOUBLE, m, 0, plan->start_s) < 0
             || put_view(dict, "end_s", capsule, NPY_DOUBLE, m, 0, plan->end_s) < 0
-            || put_view(dict, "bytes", capsule, NPY_INT64, m, 0, plan->bytes) < 0)) {
+            || put_view(dict, "bytes", capsule, NPY_INT64, m, 0, plan->bytes) < 0
+            || put_view(dict, "round", capsule, NPY_INT32, m, 0, plan->round) < 0)) {
         Py_CLEAR(dict);
     }
     Py_DECREF(capsule);
@@ -163,15 +181,20 @@ module_plan(PyObject *module, PyObject *args)
 }
 
 /* The arrays of a plan that came from Python, in the order of plan_fields. */
-enum { FIELD_COUNT = 8 };
+enum { FIELD_COUNT = 9 };
 static const struct {
     const char *key;
     int type_num, dim_count;
 } plan_fields[FIELD_COUNT] = {
-    {"rank_offsets", NPY_INT64, 1},     {"ranks", NPY_INT32, 1},
-    {"sequence_offsets", NPY_INT64, 1}, {"sequences", NPY_INT64, 1},
-    {"recompute", NPY_INT32, 2},        {"start_s", NPY_DOUBLE, 1},
-    {"end_s", NPY_DOUBLE, 1},           {"bytes", NPY_INT64, 1},
+    {"rank_offsets", NPY_INT64, 1},
+    {"ranks", NPY_INT32, 1},
+    {"sequence_offsets", NPY_INT64, 1},
+    {"sequences", NPY_INT64, 1},
+    {"recompute", NPY_INT32, 2},
+    {"start_s", NPY_DOUBLE, 1},
+    {"end_s", NPY_DOUBLE, 1},
+    {"bytes", NPY_INT64, 1},
+    {"round", NPY_INT32, 1},
 };
 
 typedef struct parsed_plan {
@@ -200,6 +223,7 @@ check_sizes(const parsed_plan_t *parsed)
            && PyArray_SIZE(parsed->arrays[5]) == m
            && PyArray_SIZE(parsed->arrays[6]) == m
            && PyArray_SIZE(parsed->arrays[7]) == m
+           && PyArray_SIZE(parsed->arrays[8]) == m
            && PyArray_SIZE(parsed->arrays[1]) == rank_offsets[m]
            && PyArray_SIZE(parsed->arrays[3]) == sequence_offsets[m];
 }
@@ -234,6 +258,8 @@ parsed_plan_init(parsed_plan_t *parsed, PyObject *dict)
     plan->start_s = PyArray_DATA(parsed->arrays[5]);
     plan->end_s = PyArray_DATA(parsed->arrays[6]);
     plan->bytes = PyArray_DATA(parsed->arrays[7]);
+    plan->round = PyArray_DATA(parsed->arrays[8]);
+    plan->winner = "";
     return 0;
 
 fail:
@@ -276,7 +302,7 @@ module_plan_verify(PyObject *module, PyObject *args)
 }
 
 PyDoc_STRVAR(cost_time_doc,
-             "cost_time(cost, tokens, square_sum, ranks, recompute)\n--\n"
+             "cost_time(cost, tokens, square_sum, first_rank, ranks, recompute)\n--\n"
              "\nSeconds of one micro-batch.");
 
 static PyObject *
@@ -287,16 +313,18 @@ module_cost_time(PyObject *module, PyObject *args)
     dcp_cost_t cost;
     long long tokens;
     double square_sum, seconds;
-    int ranks;
+    int first, ranks;
     int32_t recompute[DCP_RECOMPUTE_KINDS];
-    if (!PyArg_ParseTuple(args, "O!Ldi(ii)", &PyTuple_Type, &tuple, &tokens,
-                          &square_sum, &ranks, &recompute[0], &recompute[1])
+    if (!PyArg_ParseTuple(args, "O!Ldii(ii)", &PyTuple_Type, &tuple, &tokens,
+                          &square_sum, &first, &ranks, &recompute[0], &recompute[1])
         || parse_cost(tuple, &cost) < 0) {
         return NULL;
     }
     dcp_status_t status = dcp_cost_check(&cost);
     if (status == DCP_OK) {
-        status = dcp_cost_time(&cost, tokens, square_sum, ranks, recompute, &seconds);
+        int tier = ranks > 0 ? dcp_cost_tier(&cost, first, ranks) : DCP_TIER_NODE;
+        status =
+            dcp_cost_time(&cost, tokens, square_sum, ranks, tier, recompute, &seconds);
     }
     return status == DCP_OK ? PyFloat_FromDouble(seconds) : bind_raise(status);
 }

@@ -17,9 +17,11 @@ typedef struct sharded_object {
 
 /* Micro-batches converted for the core. */
 typedef struct batch_list {
-    dcp_batch_t *batches; /* [count] */
-    PyObject **arrays;    /* [5 * count], references held; some NULL */
+    dcp_micro_batch_t *batches; /* [count] */
+    PyObject **arrays;          /* [5 * count], references held; some NULL */
     Py_ssize_t count;
+    dcp_rank_group_t *groups; /* [group_count] */
+    Py_ssize_t group_count;
 } batch_list_t;
 
 enum { ARRAYS_PER_BATCH = 5 };
@@ -33,6 +35,7 @@ batch_list_fini(batch_list_t *list)
     }
     PyMem_Free(list->arrays);
     PyMem_Free(list->batches);
+    PyMem_Free(list->groups);
 }
 
 /* The attribute as an array of this type, or NULL: with an exception, or (optional,
@@ -107,9 +110,59 @@ batch_fill(dcp_batch_t *batch, PyObject **arrays, PyObject *object)
     return 0;
 }
 
+/* The attribute, a pair of integers, into `pair`; left alone where there is none. */
 static int
-batch_list_init(batch_list_t *list, PyObject *sequence, double scale,
-                uint64_t dropout_seed)
+pair_fill(PyObject *object, const char *name, int32_t *pair)
+{
+    if (!PyObject_HasAttrString(object, name)) {
+        return 0;
+    }
+    PyObject *value = PyObject_GetAttrString(object, name);
+    PyObject *tuple = value != NULL ? PySequence_Tuple(value) : NULL;
+    int result =
+        tuple != NULL && PyArg_ParseTuple(tuple, "ii", &pair[0], &pair[1]) ? 0 : -1;
+    Py_XDECREF(tuple);
+    Py_XDECREF(value);
+    return result;
+}
+
+/* The groups of a step: a sequence of (first rank, count), or None. */
+static int
+groups_init(batch_list_t *list, PyObject *groups)
+{
+    if (groups == Py_None) {
+        return 0;
+    }
+    PyObject *fast = PySequence_Fast(groups, "groups must be a sequence");
+    if (fast == NULL) {
+        return -1;
+    }
+    list->group_count = PySequence_Fast_GET_SIZE(fast);
+    list->groups =
+        PyMem_Calloc((size_t)list->group_count + 1, sizeof(dcp_rank_group_t));
+    int result = 0;
+    if (list->groups == NULL) {
+        PyErr_NoMemory();
+        result = -1;
+    }
+    for (Py_ssize_t i = 0; result == 0 && i < list->group_count; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(fast, i);
+        result = PyTuple_Check(item)
+                         && PyArg_ParseTuple(item, "ii", &list->groups[i].first,
+                                             &list->groups[i].count)
+                     ? 0
+                     : -1;
+        if (result < 0 && !PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "groups must hold (first rank, count)");
+        }
+    }
+    Py_DECREF(fast);
+    return result;
+}
+
+static int
+batch_list_init(batch_list_t *list, PyObject *sequence, PyObject *groups, int32_t rank,
+                double scale, uint64_t dropout_seed)
 {
     *list = (batch_list_t){0};
     PyObject *fast = PySequence_Fast(sequence, "micro_batches must be a sequence");
@@ -118,7 +171,7 @@ batch_list_init(batch_list_t *list, PyObject *sequence, double scale,
     }
     Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
     list->count = count;
-    list->batches = PyMem_Calloc((size_t)count + 1, sizeof(dcp_batch_t));
+    list->batches = PyMem_Calloc((size_t)count + 1, sizeof(dcp_micro_batch_t));
     list->arrays =
         PyMem_Calloc((size_t)(ARRAYS_PER_BATCH * count) + 1, sizeof(PyObject *));
     if (list->batches == NULL || list->arrays == NULL) {
@@ -126,13 +179,21 @@ batch_list_init(batch_list_t *list, PyObject *sequence, double scale,
         goto fail;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        list->batches[i].scale = scale;
-        list->batches[i].dropout_seed = dropout_seed;
-        if (batch_fill(&list->batches[i], &list->arrays[ARRAYS_PER_BATCH * i],
-                       PySequence_Fast_GET_ITEM(fast, i))
-            < 0) {
+        PyObject *item = PySequence_Fast_GET_ITEM(fast, i);
+        dcp_micro_batch_t *micro = &list->batches[i];
+        micro->batch.scale = scale;
+        micro->batch.dropout_seed = dropout_seed;
+        int32_t group[2] = {rank, 1};
+        if (batch_fill(&micro->batch, &list->arrays[ARRAYS_PER_BATCH * i], item) < 0
+            || pair_fill(item, "group", group) < 0
+            || pair_fill(item, "recompute", micro->batch.recompute) < 0) {
             goto fail;
         }
+        micro->first_rank = group[0];
+        micro->rank_count = group[1];
+    }
+    if (groups_init(list, groups) < 0) {
+        goto fail;
     }
     Py_DECREF(fast);
     return 0;
@@ -154,23 +215,25 @@ checked(sharded_object_t *self)
 PyDoc_STRVAR(
     sharded_doc,
     "Sharded(world, config, *, device, block_rows, seed, initialise, forward_only, "
-    "frozen)\n--\n\nA model sharded over the ranks of a world. Collective.");
+    "frozen, no_windows, reduce_layer)\n--\n\nA model sharded over the ranks of a "
+    "world. Collective.");
 
 static int
 sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"world",        "config", "device",
-                            "block_rows",   "seed",   "initialise",
-                            "forward_only", "frozen", NULL};
+    static char *names[] = {
+        "world",        "config", "device",     "block_rows",   "seed", "initialise",
+        "forward_only", "frozen", "no_windows", "reduce_layer", NULL};
     sharded_object_t *self = (sharded_object_t *)object;
     PyObject *world, *mapping, *frozen = Py_None;
     const char *device_name = "cpu";
     long long block_rows = 1;
     unsigned long long seed = 0;
-    int initialise = 1, forward_only = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppO", names, &world,
+    int initialise = 1, forward_only = 0, no_windows = 0, reduce_layer = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppOpp", names, &world,
                                      &mapping, &device_name, &block_rows, &seed,
-                                     &initialise, &forward_only, &frozen)) {
+                                     &initialise, &forward_only, &frozen, &no_windows,
+                                     &reduce_layer)) {
         return -1;
     }
     if (self->sharded != NULL) {
@@ -216,6 +279,8 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
         .initialise = initialise,
         .forward_only = forward_only,
         .frozen = mask != NULL ? PyArray_DATA(mask) : NULL,
+        .no_windows = no_windows,
+        .reduce_layer = reduce_layer,
     };
     dcp_status_t status;
     BIND_NOGIL(status, dcp_sharded_create(comm, &config, device, pool, &options,
@@ -289,26 +354,30 @@ busy_list(const int64_t *busy_ns, int32_t count)
 static PyObject *
 run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
 {
-    static char *names[] = {"micro_batches",   "scale",        "step", "update_count",
-                            "trainable_count", "plan_hash",    "clip", "lr",
-                            "beta1",           "beta2",        "eps",  "weight_decay",
-                            "skip_nonfinite",  "dropout_seed", NULL};
-    PyObject *micro_batches;
+    static char *names[] = {"micro_batches",   "scale",        "step",   "update_count",
+                            "trainable_count", "plan_hash",    "clip",   "lr",
+                            "beta1",           "beta2",        "eps",    "weight_decay",
+                            "skip_nonfinite",  "dropout_seed", "groups", NULL};
+    PyObject *micro_batches, *groups = Py_None;
     double scale = 0;
     dcp_step_args_t step = {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8};
     long long number = 0, update_count = 0, trainable = 0;
     unsigned long long plan_hash = 0, dropout_seed = 0;
     int skip = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O|$dLLLKddddddpK", names, &micro_batches, &scale, &number,
+            args, kwargs, "O|$dLLLKddddddpKO", names, &micro_batches, &scale, &number,
             &update_count, &trainable, &plan_hash, &step.clip, &step.lr, &step.beta1,
-            &step.beta2, &step.eps, &step.weight_decay, &skip, &dropout_seed)) {
+            &step.beta2, &step.eps, &step.weight_decay, &skip, &dropout_seed,
+            &groups)) {
         return NULL;
     }
     dcp_sharded_t *sharded = checked(self);
     batch_list_t list;
     if (sharded == NULL
-        || batch_list_init(&list, micro_batches, scale, dropout_seed) < 0) {
+        || batch_list_init(&list, micro_batches, groups,
+                           dcp_comm_rank(dcp_sharded_comm(sharded)), scale,
+                           dropout_seed)
+               < 0) {
         return NULL;
     }
     int32_t ranks = dcp_comm_size(dcp_sharded_comm(sharded));
@@ -319,6 +388,8 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
     }
     step.batches = list.batches;
     step.batch_count = list.count;
+    step.groups = list.groups;
+    step.group_count = list.group_count;
     step.step = number;
     step.update_count = update_count;
     step.trainable_count = trainable;
@@ -372,27 +443,35 @@ sharded_gradients(PyObject *object, PyObject *args, PyObject *kwargs)
     return run_step((sharded_object_t *)object, args, kwargs, 0);
 }
 
-PyDoc_STRVAR(sharded_evaluate_doc,
-             "evaluate(micro_batches, scale)\n--\n\nSum over ranks of the scaled "
-             "loss, without dropout. Collective.");
+PyDoc_STRVAR(
+    sharded_evaluate_doc,
+    "evaluate(micro_batches, scale, groups)\n--\n\nSum over ranks of the scaled "
+    "loss, without dropout. Collective.");
 
 static PyObject *
 sharded_evaluate(PyObject *object, PyObject *args)
 {
     sharded_object_t *self = (sharded_object_t *)object;
-    PyObject *micro_batches;
+    PyObject *micro_batches, *groups;
     double scale;
-    if (!PyArg_ParseTuple(args, "Od", &micro_batches, &scale)) {
+    if (!PyArg_ParseTuple(args, "OdO", &micro_batches, &scale, &groups)) {
         return NULL;
     }
     dcp_sharded_t *sharded = checked(self);
     batch_list_t list;
-    if (sharded == NULL || batch_list_init(&list, micro_batches, scale, 0) < 0) {
+    if (sharded == NULL
+        || batch_list_init(&list, micro_batches, groups,
+                           dcp_comm_rank(dcp_sharded_comm(sharded)), scale, 0)
+               < 0) {
         return NULL;
     }
     double loss = 0;
     dcp_status_t status;
-    BIND_NOGIL(status, dcp_sharded_evaluate(sharded, list.batches, list.count, &loss));
+    dcp_step_args_t step = {.batches = list.batches,
+                            .batch_count = list.count,
+                            .groups = list.groups,
+                            .group_count = list.group_count};
+    BIND_NOGIL(status, dcp_sharded_evaluate(sharded, &step, &loss));
     batch_list_fini(&list);
     return status == DCP_OK ? PyFloat_FromDouble(loss) : bind_raise(status);
 }

@@ -176,6 +176,12 @@ grow_device(dcp_model_t *model, void **memory, int64_t *bytes, int64_t wanted,
     if (wanted <= *bytes) {
         return DCP_OK;
     }
+    if (model->arena_lent) {
+        return DCP_FAIL(DCP_ERR_STATE,
+                        "%s: %" PRId64
+                        " bytes, the arena lent to the model has %" PRId64,
+                        what, wanted, *bytes);
+    }
     model->device->free(model->queue, *memory);
     *memory = NULL;
     *bytes = 0;
@@ -262,9 +268,10 @@ stage_sequences(const dcp_batch_t *batch, int64_t *offsets, int32_t *positions,
             continue;
         }
         offsets[++count] = end;
-        longest = max_i64(longest, end - begin);
         for (int64_t t = begin; t < end; t++) {
-            positions[t] = (int32_t)(t - begin);
+            positions[t] =
+                batch->positions != NULL ? batch->positions[t] : (int32_t)(t - begin);
+            longest = max_i64(longest, (int64_t)positions[t] + 1);
         }
     }
     *sequence_count_p = count;
@@ -318,6 +325,7 @@ dcp_pass_begin(dcp_model_t *model, const dcp_batch_t *batch, bool training,
     DCP_TRY(grow_staging(model,
                          dcp_model_staging_bytes(&model->config, batch->token_count)));
     dcp_pass_layout(&model->config, batch->token_count, training, model->arena, &pass);
+    pass.attention = batch->attention;
     DCP_TRY(send_batch(model, batch, &pass));
     *pass_p = pass;
     return DCP_OK;

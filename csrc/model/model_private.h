@@ -72,16 +72,17 @@ typedef struct dcp_pass {
     int64_t token_count, sequence_count; /* sequences: without the empty ones */
     int64_t chunk_rows;                  /* rows of logits at once */
     bool training;
-    int32_t *tokens, *labels, *positions; /* [T] */
-    int64_t *offsets;                     /* [T + 1], sequence_count + 1 in use */
-    int64_t *row_ids;                     /* [T] */
-    float *weights;                       /* [T], or NULL: all 1 */
-    double *loss;                         /* [1] */
-    char *x_base, *layer_base;            /* first x and first layer's part */
-    int64_t x_stride, layer_stride;       /* bytes from one layer's to the next */
-    float *final_rstd;                    /* [T] */
-    float *norm;                          /* [T, h] a norm's output */
-    float *dnorm;                         /* [T, h] its gradient; training */
+    const dcp_attention_hook_t *attention; /* or NULL: rows are whole sequences */
+    int32_t *tokens, *labels, *positions;  /* [T] */
+    int64_t *offsets;                      /* [T + 1], sequence_count + 1 in use */
+    int64_t *row_ids;                      /* [T] */
+    float *weights;                        /* [T], or NULL: all 1 */
+    double *loss;                          /* [1] */
+    char *x_base, *layer_base;             /* first x and first layer's part */
+    int64_t x_stride, layer_stride;        /* bytes from one layer's to the next */
+    float *final_rstd;                     /* [T] */
+    float *norm;                           /* [T, h] a norm's output */
+    float *dnorm;                          /* [T, h] its gradient; training */
     float *dx;           /* [T, h] gradient of the residual; training */
     float *inner;        /* [T, f], in the scratch */
     float *dattn, *dqkv; /* [T, H D], [T, (H + 2 K) D], in the scratch */
@@ -112,9 +113,11 @@ struct dcp_model {
     float *dembedding, *dfinal_norm;
     dcp_layer_t *layers; /* owned, [num_hidden_layers] */
     dcp_linear_t head;   /* the embedding where tied */
-    void *arena;         /* owned, device; NULL: none yet */
+    void *arena;         /* device; owned unless `arena_lent`; NULL: none yet */
     int64_t arena_bytes;
-    float *rope_table; /* owned, device, [rope_rows, D] */
+    bool arena_lent;
+    dcp_model_hooks_t hooks; /* functions NULL: none */
+    float *rope_table;       /* owned, device, [rope_rows, D] */
     int64_t rope_rows;
     void *staging; /* owned, host: what a pass derives from the batch */
     int64_t staging_bytes;
@@ -164,6 +167,10 @@ void dcp_model_attention_args(const dcp_model_t *model, const dcp_pass_t *pass,
 /* y = RMSNorm(x). */
 dcp_status_t dcp_model_norm(dcp_model_t *model, int64_t row_count, const float *x,
                             const float *weight, float *y, float *rstd);
+
+/* Before and after the use of a group of tensors (dcp_model_hooks_t). */
+dcp_status_t dcp_model_enter(dcp_model_t *model, int64_t group, int32_t backward);
+dcp_status_t dcp_model_leave(dcp_model_t *model, int64_t group, int32_t backward);
 
 /* From tokens to the last layer's residual; then the final norm into pass->norm. */
 dcp_status_t dcp_model_run_forward(dcp_model_t *model, const dcp_pass_t *pass,

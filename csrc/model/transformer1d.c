@@ -109,7 +109,7 @@ dcp_model_destroy(dcp_model_t *model)
         }
     }
     free_panels(model, &model->head);
-    model->device->free(model->queue, model->arena);
+    dcp_model_set_arena(model, NULL, 0);
     model->device->free(model->queue, model->rope_table);
     model->device->queue_destroy(model->queue);
     dcp_free(model->staging);
@@ -128,6 +128,60 @@ dcp_model_weights_changed(dcp_model_t *model)
         }
     }
     model->head.forward_fresh = model->head.backward_fresh = false;
+}
+
+void
+dcp_model_set_hooks(dcp_model_t *model, const dcp_model_hooks_t *hooks)
+{
+    model->hooks = hooks != NULL ? *hooks : (dcp_model_hooks_t){0};
+}
+
+dcp_status_t
+dcp_model_enter(dcp_model_t *model, int64_t group, int32_t backward)
+{
+    const dcp_model_hooks_t *hooks = &model->hooks;
+    return hooks->enter != NULL
+               ? hooks->enter(hooks->state, model->queue, (int32_t)group, backward)
+               : DCP_OK;
+}
+
+dcp_status_t
+dcp_model_leave(dcp_model_t *model, int64_t group, int32_t backward)
+{
+    const dcp_model_hooks_t *hooks = &model->hooks;
+    return hooks->leave != NULL
+               ? hooks->leave(hooks->state, model->queue, (int32_t)group, backward)
+               : DCP_OK;
+}
+
+dcp_status_t
+dcp_model_walk(dcp_model_t *model, int32_t training)
+{
+    int64_t last = 1 + model->config.num_hidden_layers;
+    for (int64_t group = 0; group <= last; group++) {
+        DCP_TRY(dcp_model_enter(model, group, 0));
+        if (group < last || !training) {
+            DCP_TRY(dcp_model_leave(model, group, 0));
+        }
+    }
+    for (int64_t group = last; training && group >= 0; group--) {
+        if (group < last) {
+            DCP_TRY(dcp_model_enter(model, group, 1));
+        }
+        DCP_TRY(dcp_model_leave(model, group, 1));
+    }
+    return DCP_OK;
+}
+
+void
+dcp_model_set_arena(dcp_model_t *model, void *arena, int64_t bytes)
+{
+    if (!model->arena_lent) {
+        model->device->free(model->queue, model->arena);
+    }
+    model->arena = arena;
+    model->arena_bytes = bytes;
+    model->arena_lent = arena != NULL;
 }
 
 /* Hands out the pointers of bind in model order. */
@@ -363,8 +417,24 @@ run_loss(dcp_model_t *model, const dcp_batch_t *batch, bool training, double *lo
     DCP_TRY(run_head(model, &pass, batch));
     if (training) {
         DCP_TRY(dcp_model_run_backward(model, &pass, batch->dropout_seed));
+    } else {
+        DCP_TRY(dcp_model_leave(model, 1 + model->config.num_hidden_layers, 0));
     }
     return model->device->copy(model->queue, loss, pass.loss, (int64_t)sizeof(double));
+}
+
+static dcp_status_t
+check_recompute(const dcp_model_t *model, const dcp_batch_t *batch)
+{
+    int64_t layers = batch->recompute[DCP_RECOMPUTE_LAYER];
+    int64_t mlps = batch->recompute[DCP_RECOMPUTE_MLP];
+    if (layers < 0 || mlps < 0 || layers + mlps > model->config.num_hidden_layers) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "recompute = {layer: %" PRId64 ", mlp: %" PRId64
+                        "} must be counts >= 0 of at most %" PRId64 " layers together",
+                        layers, mlps, model->config.num_hidden_layers);
+    }
+    return DCP_OK;
 }
 
 static dcp_status_t
@@ -372,7 +442,9 @@ pass_loss(dcp_model_t *model, const dcp_batch_t *batch, bool training, double *l
 {
     int64_t trained_count = 0;
     DCP_TRY(check_batch(model, batch, true, &trained_count));
-    if (trained_count == 0) {
+    DCP_TRY(check_recompute(model, batch));
+    bool joined = batch->attention != NULL || model->hooks.enter != NULL;
+    if (trained_count == 0 && !joined) {
         return DCP_OK;
     }
     double loss = 0;
@@ -416,7 +488,7 @@ run_logits(dcp_model_t *model, const dcp_batch_t *batch, float *logits)
         DCP_TRY(model->device->copy(model->queue, logits + first * vocab, pass.logits,
                                     count * vocab * (int64_t)sizeof(float)));
     }
-    return DCP_OK;
+    return dcp_model_leave(model, 1 + model->config.num_hidden_layers, 0);
 }
 
 dcp_status_t

@@ -128,7 +128,10 @@ backward_attention(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
                                           .dv_stride = stride,
                                           .key_rows = rows};
     dcp_model_attention_args(model, pass, kept, &args.forward);
-    DCP_TRY(model->device->attention_backward(model->queue, &args));
+    DCP_TRY(pass->attention != NULL
+                ? pass->attention->backward(pass->attention->state, model->queue, index,
+                                            &args)
+                : model->device->attention_backward(model->queue, &args));
     DCP_TRY(model->device->rope(model->queue,
                                 &(dcp_rope_args_t){.rows = rows,
                                                    .heads = heads + kv_heads,
@@ -152,19 +155,24 @@ dcp_model_run_backward(dcp_model_t *model, const dcp_pass_t *pass,
     dcp_pass_kept(config, pass, config->num_hidden_layers - 1, &kept);
     DCP_TRY(backward_norm(model, pass, kept.x_next, model->final_norm, pass->final_rstd,
                           true, model->dfinal_norm));
+    DCP_TRY(dcp_model_leave(model, 1 + config->num_hidden_layers, 1));
     for (int64_t i = config->num_hidden_layers - 1; i >= 0; i--) {
         dcp_pass_kept(config, pass, i, &kept);
+        DCP_TRY(dcp_model_enter(model, 1 + i, 1));
         DCP_TRY(backward_mlp(model, pass, dropout_seed, i, &kept));
         DCP_TRY(backward_attention(model, pass, dropout_seed, i, &kept));
+        DCP_TRY(dcp_model_leave(model, 1 + i, 1));
     }
-    if (model->dembedding == NULL) {
-        return DCP_OK;
+    DCP_TRY(dcp_model_enter(model, 0, 1));
+    if (model->dembedding != NULL) {
+        DCP_TRY(model->device->embedding_backward(
+            model->queue,
+            &(dcp_embedding_backward_args_t){.rows = pass->token_count,
+                                             .width = config->hidden_size,
+                                             .vocab = config->vocab_size,
+                                             .tokens = pass->tokens,
+                                             .dout = pass->dx,
+                                             .dweight = model->dembedding}));
     }
-    return model->device->embedding_backward(
-        model->queue, &(dcp_embedding_backward_args_t){.rows = pass->token_count,
-                                                       .width = config->hidden_size,
-                                                       .vocab = config->vocab_size,
-                                                       .tokens = pass->tokens,
-                                                       .dout = pass->dx,
-                                                       .dweight = model->dembedding});
+    return dcp_model_leave(model, 0, 1);
 }

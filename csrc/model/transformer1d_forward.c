@@ -183,7 +183,10 @@ forward_attention(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
                                                    .table = model->rope_table}));
     dcp_attention_args_t attention;
     dcp_model_attention_args(model, pass, kept, &attention);
-    DCP_TRY(model->device->attention(model->queue, &attention));
+    DCP_TRY(pass->attention != NULL
+                ? pass->attention->forward(pass->attention->state, model->queue, index,
+                                           &attention)
+                : model->device->attention(model->queue, &attention));
     return branch_end(model, pass, seed, index, 0, &layer->o, kept->attn, kept->x,
                       kept->x_middle);
 }
@@ -245,6 +248,7 @@ dcp_model_run_forward(dcp_model_t *model, const dcp_pass_t *pass, uint64_t dropo
     const dcp_transformer1d_config_t *config = &model->config;
     dcp_kept_t kept;
     dcp_pass_kept(config, pass, 0, &kept);
+    DCP_TRY(dcp_model_enter(model, 0, 0));
     DCP_TRY(model->device->embedding(
         model->queue, &(dcp_embedding_args_t){.rows = pass->token_count,
                                               .width = config->hidden_size,
@@ -252,11 +256,15 @@ dcp_model_run_forward(dcp_model_t *model, const dcp_pass_t *pass, uint64_t dropo
                                               .tokens = pass->tokens,
                                               .weight = model->embedding,
                                               .out = kept.x}));
+    DCP_TRY(dcp_model_leave(model, 0, 0));
     for (int64_t i = 0; i < config->num_hidden_layers; i++) {
         dcp_pass_kept(config, pass, i, &kept);
+        DCP_TRY(dcp_model_enter(model, 1 + i, 0));
         DCP_TRY(forward_attention(model, pass, dropout_seed, i, &kept));
         DCP_TRY(forward_mlp(model, pass, dropout_seed, i, &kept));
+        DCP_TRY(dcp_model_leave(model, 1 + i, 0));
     }
+    DCP_TRY(dcp_model_enter(model, 1 + config->num_hidden_layers, 0));
     return dcp_model_norm(model, pass->token_count, kept.x_next, model->final_norm,
                           pass->norm, pass->final_rstd);
 }

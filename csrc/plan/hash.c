@@ -46,17 +46,32 @@ add_request(uint64_t hash[2], const dcp_plan_request_t *request)
         add_word(hash, (uint64_t)request->lengths[i]);
     }
     add_word(hash, (uint64_t)request->world);
-    add_double(hash, cost->latency_s);
-    add_double(hash, cost->token_s);
-    add_double(hash, cost->square_s);
-    add_double(hash, cost->fixed_bytes);
-    add_double(hash, cost->sharded_bytes);
-    add_double(hash, cost->scratch_bytes);
-    add_double(hash, cost->token_bytes);
-    add_double(hash, cost->logit_bytes);
+    const double doubles[] = {
+        cost->latency_s,         cost->token_s,           cost->square_s,
+        cost->group_s[0],        cost->group_s[1],        cost->hop_s[0],
+        cost->hop_s[1],          cost->gather_s[0],       cost->gather_s[1],
+        cost->exchange_s[0],     cost->exchange_s[1],     cost->layer_token_s,
+        cost->layer_square_s,    cost->layer_comm_share,  cost->mlp_token_s,
+        cost->fixed_bytes,       cost->sharded_bytes,     cost->scratch_bytes,
+        cost->token_bytes,       cost->layer_token_bytes, cost->mlp_token_bytes,
+        cost->group_token_bytes, cost->logit_bytes,
+    };
+    _Static_assert(sizeof doubles / sizeof doubles[0] == DCP_COST_DOUBLES,
+                   "every coefficient is hashed");
+    for (int i = 0; i < DCP_COST_DOUBLES; i++) {
+        add_double(hash, doubles[i]);
+    }
     add_word(hash, (uint64_t)cost->logit_chunk_tokens);
+    add_word(hash, (uint64_t)cost->layer_count);
+    add_word(hash, (uint64_t)cost->node_ranks);
     add_word(hash, (uint64_t)request->memory_bytes);
     add_word(hash, (uint64_t)request->max_tokens);
+    add_word(hash, (uint64_t)request->run_longest);
+    add_word(hash, (uint64_t)request->max_group);
+    add_word(hash, (uint64_t)request->rounds);
+    add_word(hash, (uint64_t)request->fixed_group);
+    add_word(hash, (uint64_t)request->fixed_recompute[0]);
+    add_word(hash, (uint64_t)request->fixed_recompute[1]);
     add_word(hash, request->seed);
     size_t name_bytes = strlen(request->strategy);
     add_word(hash, (uint64_t)name_bytes);
@@ -70,7 +85,7 @@ dcp_plan_hash(const dcp_plan_request_t *request, const dcp_plan_t *plan,
               uint64_t hash[2])
 {
     hash[0] = UINT64_C(0x6463702e706c616e); /* "dcp.plan" */
-    hash[1] = 1;                            /* version of what is hashed */
+    hash[1] = 2;                            /* version of what is hashed */
     add_request(hash, request);
     add_word(hash, (uint64_t)plan->micro_batch_count);
     for (int64_t m = 0; m < plan->micro_batch_count; m++) {

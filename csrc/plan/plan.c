@@ -140,31 +140,56 @@ longest_length(const dcp_plan_request_t *request)
     return longest;
 }
 
-static int64_t
-memory_of(const dcp_plan_request_t *request, int64_t token_count)
+void
+plan_recompute(const dcp_cost_t *cost, int which,
+               int32_t recompute[DCP_RECOMPUTE_KINDS])
+{
+    int32_t layers = (int32_t)cost->layer_count;
+    recompute[DCP_RECOMPUTE_LAYER] = which == PLAN_FULL ? layers : 0;
+    recompute[DCP_RECOMPUTE_MLP] = which == PLAN_SELECTIVE ? layers : 0;
+}
+
+double
+plan_time(const plan_problem_t *problem, int64_t tokens, double squares, int32_t first,
+          const plan_setting_t *setting)
+{
+    const dcp_cost_t *cost = &problem->request->cost;
+    double seconds = 0;
+    (void)dcp_cost_time(cost, tokens, squares, setting->group,
+                        dcp_cost_tier(cost, first, setting->group), setting->recompute,
+                        &seconds);
+    return seconds;
+}
+
+int64_t
+plan_bytes(const plan_problem_t *problem, int64_t tokens, const plan_setting_t *setting)
 {
     int64_t bytes = 0;
-    /* one rank, nothing recomputed: cannot fail for a checked request */
-    (void)dcp_cost_memory(&request->cost, token_count, 1, NULL, request->world, &bytes);
+    (void)dcp_cost_memory(&problem->request->cost, tokens, setting->group,
+                          setting->recompute, problem->request->world, &bytes);
     return bytes;
 }
 
 int64_t
-dcp_plan_cap_tokens(const dcp_plan_request_t *request)
+plan_cap_tokens(const plan_problem_t *problem, const plan_setting_t *setting)
 {
-    int64_t cap = request->max_tokens;
-    if (cap == 0) {
-        int64_t longest = longest_length(request);
-        cap = longest > DEFAULT_MAX_TOKENS ? longest : DEFAULT_MAX_TOKENS;
+    const dcp_plan_request_t *request = problem->request;
+    int64_t rows = request->max_tokens;
+    if (rows == 0 && request->memory_bytes == 0) {
+        rows = problem->longest > DEFAULT_MAX_TOKENS ? problem->longest
+                                                     : DEFAULT_MAX_TOKENS;
     }
+    int64_t most = max_total_tokens / 2;
+    int64_t cap =
+        rows == 0 || rows > most / setting->group ? most : rows * setting->group;
     if (request->memory_bytes == 0
-        || memory_of(request, cap) <= request->memory_bytes) {
+        || plan_bytes(problem, cap, setting) <= request->memory_bytes) {
         return cap;
     }
     int64_t fits = 0, too_many = cap; /* memory is monotone in tokens */
     while (too_many - fits > 1) {
         int64_t middle = fits + (too_many - fits) / 2;
-        if (memory_of(request, middle) <= request->memory_bytes) {
+        if (plan_bytes(problem, middle, setting) <= request->memory_bytes) {
             fits = middle;
         } else {
             too_many = middle;
@@ -173,39 +198,64 @@ dcp_plan_cap_tokens(const dcp_plan_request_t *request)
     return fits;
 }
 
+/* Full recompute on the largest group holds most tokens, or the group that gathers
+ * least: whether any setting holds a micro-batch of `length` tokens. */
+static int
+fits_somewhere(const plan_problem_t *problem, int64_t length)
+{
+    for (int which = 0; which < PLAN_RECOMPUTES; which++) {
+        for (int32_t group = 1; group <= problem->max_group; group++) {
+            plan_setting_t setting = {.group = group};
+            plan_recompute(&problem->request->cost, which, setting.recompute);
+            if (length <= plan_cap_tokens(problem, &setting)) {
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
 /* A sequence that no micro-batch can hold. */
 static dcp_status_t
-check_fits(const dcp_plan_request_t *request, int64_t cap_tokens)
+check_fits(const plan_problem_t *problem)
 {
+    const dcp_plan_request_t *request = problem->request;
+    if (fits_somewhere(problem, problem->longest)) {
+        return DCP_OK;
+    }
     for (int64_t i = 0; i < request->length_count; i++) {
         int64_t length = request->lengths[i];
-        if (length <= cap_tokens) {
+        if (fits_somewhere(problem, length)) {
             continue;
         }
-        int64_t bytes = memory_of(request, length);
+        plan_setting_t widest = {.group = problem->max_group};
+        plan_recompute(&request->cost, PLAN_FULL, widest.recompute);
+        int64_t bytes = plan_bytes(problem, length, &widest);
         if (request->memory_bytes > 0 && bytes > request->memory_bytes) {
-            return DCP_FAIL(
-                DCP_ERR_INFEASIBLE,
-                "lengths[%" PRId64 "] = %" PRId64 " fits on no rank: it needs %" PRId64
-                " bytes (%" PRId64 " of them whatever the rank computes), "
-                "and memory_bytes caps a rank at %" PRId64,
-                i, length, bytes, memory_of(request, 0), request->memory_bytes);
+            return DCP_FAIL(DCP_ERR_INFEASIBLE,
+                            "lengths[%" PRId64 "] = %" PRId64
+                            " fits on no rank: it needs %" PRId64 " bytes (%" PRId64
+                            " of them whatever the rank computes), "
+                            "and memory_bytes caps a rank at %" PRId64,
+                            i, length, bytes, plan_bytes(problem, 0, &widest),
+                            request->memory_bytes);
         }
         return DCP_FAIL(DCP_ERR_INFEASIBLE,
                         "lengths[%" PRId64 "] = %" PRId64
-                        " fits in no micro-batch: max_tokens caps one at %" PRId64,
+                        " fits in no micro-batch: max_tokens caps one at %" PRId64
+                        " on each rank",
                         i, length, request->max_tokens);
     }
     return DCP_OK;
 }
 
 dcp_status_t
-plan_draft_add(plan_draft_t *draft, const int32_t *ranks, int32_t rank_count,
+plan_draft_add(plan_draft_t *draft, int32_t first, const plan_setting_t *setting,
                const int64_t *sequences, int64_t sequence_count)
 {
     dcp_plan_t *plan = draft->plan;
     int64_t m = plan->micro_batch_count;
-    int64_t rank_end = plan->rank_offsets[m] + rank_count;
+    int64_t rank_end = plan->rank_offsets[m] + setting->group;
     if (rank_end > draft->rank_capacity) {
         void *grown;
         DCP_TRY(
@@ -216,10 +266,13 @@ plan_draft_add(plan_draft_t *draft, const int32_t *ranks, int32_t rank_count,
         plan->ranks = grown;
         draft->rank_capacity = 2 * rank_end;
     }
-    memcpy(plan->ranks + plan->rank_offsets[m], ranks,
-           (size_t)rank_count * sizeof ranks[0]);
+    for (int32_t i = 0; i < setting->group; i++) {
+        plan->ranks[plan->rank_offsets[m] + i] = first + i;
+    }
     memcpy(plan->sequences + plan->sequence_offsets[m], sequences,
            (size_t)sequence_count * sizeof sequences[0]);
+    memcpy(plan->recompute + m * DCP_RECOMPUTE_KINDS, setting->recompute,
+           sizeof setting->recompute);
     plan->rank_offsets[m + 1] = rank_end;
     plan->sequence_offsets[m + 1] = plan->sequence_offsets[m] + sequence_count;
     plan->micro_batch_count = m + 1;
@@ -247,6 +300,7 @@ plan_alloc(int64_t length_count, plan_draft_t *draft)
         {(void **)&plan->start_s, n, sizeof(double)},
         {(void **)&plan->end_s, n, sizeof(double)},
         {(void **)&plan->bytes, n, sizeof(int64_t)},
+        {(void **)&plan->round, n, sizeof(int32_t)},
     };
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         void *part;
@@ -269,6 +323,7 @@ dcp_plan_destroy(dcp_plan_t *plan)
     if (plan == NULL) {
         return;
     }
+    dcp_free(plan->round);
     dcp_free(plan->bytes);
     dcp_free(plan->end_s);
     dcp_free(plan->start_s);
@@ -300,7 +355,9 @@ schedule(const dcp_plan_request_t *request, dcp_plan_t *plan, double *ready_s)
             start = ready > start ? ready : start;
         }
         const int32_t *recompute = plan->recompute + m * DCP_RECOMPUTE_KINDS;
-        DCP_TRY(dcp_cost_time(&request->cost, tokens, squares, (int32_t)(r1 - r0),
+        int32_t group = (int32_t)(r1 - r0);
+        DCP_TRY(dcp_cost_time(&request->cost, tokens, squares, group,
+                              dcp_cost_tier(&request->cost, plan->ranks[r0], group),
                               recompute, &seconds));
         DCP_TRY(dcp_cost_memory(&request->cost, tokens, (int32_t)(r1 - r0), recompute,
                                 request->world, &plan->bytes[m]));
@@ -334,14 +391,28 @@ finish(const plan_problem_t *problem, dcp_plan_t *plan)
     return dcp_plan_verify(request, plan);
 }
 
+static void
+describe(const dcp_plan_request_t *request, plan_problem_t *problem)
+{
+    problem->request = request;
+    problem->longest = longest_length(request);
+    problem->run_longest = request->run_longest > problem->longest
+                               ? request->run_longest
+                               : problem->longest;
+    problem->max_group = request->max_group > 0 && request->max_group < request->world
+                             ? request->max_group
+                             : request->world;
+}
+
 dcp_status_t
 dcp_plan_create(const dcp_plan_request_t *request, dcp_plan_t **plan_p)
 {
     DCP_TRY(dcp_plan_check(request));
     const plan_strategy_t *strategy;
     DCP_TRY(find_strategy(request->strategy, &strategy));
-    int64_t cap_tokens = dcp_plan_cap_tokens(request);
-    DCP_TRY(check_fits(request, cap_tokens));
+    plan_problem_t problem;
+    describe(request, &problem);
+    DCP_TRY(check_fits(&problem));
 
     plan_draft_t draft;
     DCP_TRY(plan_alloc(request->length_count, &draft));
@@ -357,12 +428,9 @@ dcp_plan_create(const dcp_plan_request_t *request, dcp_plan_t **plan_p)
         work_s[i] =
             request->cost.token_s * length + request->cost.square_s * length * length;
     }
-    plan_problem_t problem = {
-        .request = request,
-        .work_s = work_s,
-        .cap_tokens = cap_tokens,
-        .bound_s = dcp_plan_bound(request),
-    };
+    problem.work_s = work_s;
+    problem.bound_s = dcp_plan_bound(request);
+    draft.plan->winner = strategy->name;
     status = request->length_count > 0 ? strategy->run(&problem, &draft) : DCP_OK;
     if (status == DCP_OK) {
         status = finish(&problem, draft.plan);

@@ -6,12 +6,16 @@
 
 #include "dcp/plan.h"
 
-/* A checked request and what follows from it. */
+/* A checked request and what follows from it. Every sequence fits some (group,
+ * recompute).
+ */
 typedef struct plan_problem {
     const dcp_plan_request_t *request;
-    const double
-        *work_s; /* [length_count] time of a sequence beyond latency_s, 0 or more */
-    int64_t cap_tokens; /* most tokens of a micro-batch; no sequence is longer */
+    const double *work_s; /* [length_count] time of a sequence alone on one rank beyond
+                             latency_s, nothing recomputed */
+    int64_t longest;      /* of the step */
+    int64_t run_longest;  /* of the run, >= longest */
+    int32_t max_group;    /* most ranks of a group, 1..world */
     double bound_s;
 } plan_problem_t;
 
@@ -22,11 +26,32 @@ typedef struct plan_draft {
     int64_t rank_capacity;
 } plan_draft_t;
 
-/* Appends a micro-batch, nothing recomputed; within one rank, calls come in the order
- * of time. */
-dcp_status_t plan_draft_add(plan_draft_t *draft, const int32_t *ranks,
-                            int32_t rank_count, const int64_t *sequences,
+/* How ranks share and drop: what the published strategies choose once for many. */
+typedef struct plan_setting {
+    int32_t group; /* ranks of a micro-batch */
+    int32_t recompute[DCP_RECOMPUTE_KINDS];
+} plan_setting_t;
+
+/* Appends a micro-batch on ranks first .. first + setting->group - 1; within one rank,
+ * calls come in the order of time. */
+dcp_status_t plan_draft_add(plan_draft_t *draft, int32_t first,
+                            const plan_setting_t *setting, const int64_t *sequences,
                             int64_t sequence_count);
+
+/* Counts of "none", "selective" and "full". */
+enum { PLAN_NONE = 0, PLAN_SELECTIVE = 1, PLAN_FULL = 2, PLAN_RECOMPUTES = 3 };
+void plan_recompute(const dcp_cost_t *cost, int which,
+                    int32_t recompute[DCP_RECOMPUTE_KINDS]);
+
+/* dcp_cost_time and dcp_cost_memory of a setting that fits the request; `first` is the
+ * group's first rank. */
+double plan_time(const plan_problem_t *problem, int64_t tokens, double squares,
+                 int32_t first, const plan_setting_t *setting);
+int64_t plan_bytes(const plan_problem_t *problem, int64_t tokens,
+                   const plan_setting_t *setting);
+
+/* Most tokens of a micro-batch of this setting under both caps; 0: not even one. */
+int64_t plan_cap_tokens(const plan_problem_t *problem, const plan_setting_t *setting);
 
 /* A strategy: decides ranks, sequences and recompute of every micro-batch. The driver
  * adds times, bytes, makespan, bound and hash, and verifies. */

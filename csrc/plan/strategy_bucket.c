@@ -63,7 +63,7 @@ median_time(const length_class_t *classes)
 
 /* Batch size of every class. */
 static void
-choose_sizes(const plan_problem_t *problem, length_class_t *classes)
+choose_sizes(const plan_problem_t *problem, int64_t cap_tokens, length_class_t *classes)
 {
     const dcp_plan_request_t *request = problem->request;
     for (int64_t i = 0; i < request->length_count; i++) {
@@ -75,7 +75,7 @@ choose_sizes(const plan_problem_t *problem, length_class_t *classes)
     for (int k = 0; k < CLASS_COUNT; k++) {
         length_class_t *c = &classes[k];
         if (c->count > 0) {
-            c->batch_size = problem->cap_tokens / c->longest; /* >= 1: all fit */
+            c->batch_size = cap_tokens / c->longest; /* >= 1: all fit */
             c->time_s = batch_time(&request->cost, c->batch_size, c->longest);
         }
     }
@@ -93,7 +93,8 @@ static dcp_status_t
 send(length_class_t *c, int32_t world, plan_draft_t *draft)
 {
     int32_t rank = (int32_t)(draft->plan->micro_batch_count % world);
-    DCP_TRY(plan_draft_add(draft, &rank, 1, c->members, c->member_count));
+    DCP_TRY(plan_draft_add(draft, rank, &(plan_setting_t){.group = 1}, c->members,
+                           c->member_count));
     c->member_count = 0;
     return DCP_OK;
 }
@@ -120,7 +121,13 @@ dcp_status_t
 plan_bucket_run(const plan_problem_t *problem, plan_draft_t *draft)
 {
     length_class_t classes[CLASS_COUNT] = {{0}};
-    choose_sizes(problem, classes);
+    int64_t cap_tokens = plan_cap_tokens(problem, &(plan_setting_t){.group = 1});
+    if (problem->longest > cap_tokens) {
+        return DCP_FAIL(DCP_ERR_INFEASIBLE,
+                        "a sequence of %lld tokens fits on no single rank",
+                        (long long)problem->longest);
+    }
+    choose_sizes(problem, cap_tokens, classes);
     void *memory;
     DCP_TRY(dcp_alloc_array(problem->request->length_count, sizeof(int64_t),
                             "the planner's classes", &memory));

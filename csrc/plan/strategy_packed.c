@@ -32,6 +32,7 @@ typedef struct rank_load {
 /* n sequences, W ranks; everything lies in one block of memory. */
 typedef struct packing {
     const plan_problem_t *problem;
+    int64_t cap_tokens; /* of a micro-batch on one rank */
     rank_load_t *ranks; /* [W] */
     int64_t *items;     /* [n + SLACK * W] the ranks' runs */
     int64_t *order;     /* [n] sequences, longest first */
@@ -84,8 +85,8 @@ load_time(const packing_t *p, const int64_t *items, int64_t count)
     for (int64_t i = 0; i < count; i++) {
         work += p->problem->work_s[items[i]];
     }
-    int64_t batches = plan_packer_count(p->packer, request->lengths, items, count,
-                                        p->problem->cap_tokens);
+    int64_t batches =
+        plan_packer_count(p->packer, request->lengths, items, count, p->cap_tokens);
     return work + request->cost.latency_s * (double)batches;
 }
 
@@ -245,9 +246,8 @@ emit(packing_t *p, int32_t rank, plan_draft_t *draft)
 {
     const dcp_plan_request_t *request = p->problem->request;
     const rank_load_t *load = &p->ranks[rank];
-    int64_t bin_count =
-        plan_packer_assign(p->packer, request->lengths, load->items, load->count,
-                           p->problem->cap_tokens, p->bins);
+    int64_t bin_count = plan_packer_assign(p->packer, request->lengths, load->items,
+                                           load->count, p->cap_tokens, p->bins);
     for (int64_t b = 0; b < bin_count; b++) {
         p->keys[b] = 0;
         p->order[b] = b;
@@ -276,7 +276,8 @@ emit(packing_t *p, int32_t rank, plan_draft_t *draft)
     for (int64_t b = 0; b < bin_count; b++) {
         int64_t end = starts[p->order[b]];
         plan_sort_ascending(p->trial + at, end - at);
-        DCP_TRY(plan_draft_add(draft, &rank, 1, p->trial + at, end - at));
+        DCP_TRY(plan_draft_add(draft, rank, &(plan_setting_t){.group = 1},
+                               p->trial + at, end - at));
         at = end;
     }
     return DCP_OK;
@@ -286,7 +287,14 @@ dcp_status_t
 plan_packed_run(const plan_problem_t *problem, plan_draft_t *draft)
 {
     packing_t p;
+    int64_t cap_tokens = plan_cap_tokens(problem, &(plan_setting_t){.group = 1});
+    if (problem->longest > cap_tokens) {
+        return DCP_FAIL(DCP_ERR_INFEASIBLE,
+                        "a sequence of %lld tokens fits on no single rank",
+                        (long long)problem->longest);
+    }
     DCP_TRY(packing_create(problem, &p));
+    p.cap_tokens = cap_tokens;
     dcp_status_t status = deal(&p);
     if (status == DCP_OK) {
         improve(&p);

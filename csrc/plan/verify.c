@@ -22,7 +22,6 @@ static const double time_tolerance = 1e-9; /* relative: for numbers read from te
 typedef struct check {
     const dcp_plan_request_t *request;
     const dcp_plan_t *plan;
-    int64_t cap_tokens;
     double *busy_until_s; /* [world] */
     int64_t *last_user;   /* [world] micro-batch that last named the rank, + 1 */
     int64_t *computed_by; /* [length_count] micro-batch, + 1; 0: none yet */
@@ -121,12 +120,6 @@ check_memory(const check_t *check, int64_t m, int64_t tokens)
                       " bytes, memory_bytes is %" PRId64,
                       m, bytes, request->memory_bytes);
     }
-    if (tokens > check->cap_tokens) {
-        return BROKEN("tokens under the cap",
-                      "micro_batches[%" PRId64 "] has %" PRId64
-                      " tokens, at most %" PRId64 " may be in one",
-                      m, tokens, check->cap_tokens);
-    }
     if (plan->bytes[m] != bytes) {
         return BROKEN("bytes as the cost model says",
                       "micro_batches[%" PRId64 "].bytes is %" PRId64
@@ -141,8 +134,11 @@ check_times(const check_t *check, int64_t m, int64_t tokens, double squares)
 {
     const dcp_plan_t *plan = check->plan;
     double seconds, start = plan->start_s[m], end = plan->end_s[m];
-    DCP_TRY(dcp_cost_time(&check->request->cost, tokens, squares,
-                          (int32_t)(plan->rank_offsets[m + 1] - plan->rank_offsets[m]),
+    const dcp_cost_t *cost = &check->request->cost;
+    int64_t r0 = plan->rank_offsets[m];
+    int32_t group = (int32_t)(plan->rank_offsets[m + 1] - r0);
+    DCP_TRY(dcp_cost_time(cost, tokens, squares, group,
+                          dcp_cost_tier(cost, plan->ranks[r0], group),
                           plan->recompute + m * DCP_RECOMPUTE_KINDS, &seconds));
     if (!isfinite(start) || !isfinite(end) || start < 0
         || differs(end, start + seconds)) {
@@ -217,7 +213,6 @@ dcp_plan_verify(const dcp_plan_request_t *request, const dcp_plan_t *plan)
     check_t check = {
         .request = request,
         .plan = plan,
-        .cap_tokens = dcp_plan_cap_tokens(request),
         .busy_until_s = memory,
         .last_user = (int64_t *)memory + world,
         .computed_by = (int64_t *)memory + 2 * world,

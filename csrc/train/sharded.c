@@ -145,6 +145,10 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
         return DCP_FAIL(DCP_ERR_ARG, "block_rows %lld must be at least 1",
                         (long long)options->block_rows);
     }
+    if (options->no_windows || options->reduce_layer) {
+        return DCP_FAIL(DCP_ERR_UNSUPPORTED,
+                        "windows=false and reduce=layer are not supported yet");
+    }
     void *memory;
     DCP_TRY(dcp_alloc_zeroed((int64_t)sizeof(dcp_sharded_t), "sharded model", &memory));
     dcp_sharded_t *sharded = memory;

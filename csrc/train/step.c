@@ -17,13 +17,6 @@
 #include <math.h>
 #include <string.h>
 
-static dcp_status_t
-gather_records(dcp_sharded_t *sharded, const step_record_t *own)
-{
-    return dcp_comm_allgatherv(sharded->comm, own, sharded->record_counts,
-                               sharded->records, DCP_I64);
-}
-
 /* Part 1. */
 static dcp_status_t
 agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
@@ -33,7 +26,7 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
         .plan_hash = (int64_t)args->plan_hash,
         .batch_count = args->batch_count,
     };
-    DCP_TRY(gather_records(sharded, &own));
+    DCP_TRY(train_gather_records(sharded, &own));
     const step_record_t *first = &sharded->records[0];
     for (int32_t rank = 1; rank < dcp_comm_size(sharded->comm); rank++) {
         const step_record_t *other = &sharded->records[rank];
@@ -49,30 +42,6 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     return DCP_OK;
 }
 
-/* Parts 2 and 3. */
-static dcp_status_t
-compute(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
-        double *loss_p)
-{
-    int64_t start = dcp_clock_ns();
-    memset(dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]), 0,
-           (size_t)dcp_dbuffer_layout_elements(sharded->layout) * sizeof(float));
-    step_record_t own = {.step = args->step, .batch_count = args->batch_count};
-    for (int64_t i = 0; i < args->batch_count; i++) {
-        DCP_TRY(
-            dcp_model_forward_backward(sharded->model, &args->batches[i], &own.loss));
-    }
-    own.busy_ns = dcp_clock_ns() - start;
-    DCP_TRY(gather_records(sharded, &own));
-    double loss = 0;
-    for (int32_t rank = 0; rank < dcp_comm_size(sharded->comm); rank++) {
-        loss += sharded->records[rank].loss;
-        busy_ns[rank] = sharded->records[rank].busy_ns;
-    }
-    *loss_p = loss;
-    return DCP_OK;
-}
-
 static dcp_status_t
 gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
           double *loss_p)
@@ -82,7 +51,7 @@ gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
                         "this model was made forward only: it has no gradients");
     }
     DCP_TRY(agree(sharded, args));
-    DCP_TRY(compute(sharded, args, busy_ns, loss_p));
+    DCP_TRY(train_compute(sharded, args, busy_ns, loss_p));
     return dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool);
 }
 
@@ -192,20 +161,10 @@ dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *b
 }
 
 dcp_status_t
-dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_batch_t *batches,
-                     int64_t batch_count, double *loss_p)
+dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                     double *loss_p)
 {
-    double own = 0, total = 0;
-    dcp_status_t status = DCP_OK;
-    for (int64_t i = 0; i < batch_count && status == DCP_OK; i++) {
-        status = dcp_model_loss(sharded->model, &batches[i], &own);
-    }
-    if (status == DCP_OK) {
-        status = dcp_comm_allreduce(sharded->comm, &own, &total, 1, DCP_F64, DCP_SUM);
-    }
-    DCP_TRY(end_for_all(sharded, status));
-    *loss_p = total;
-    return DCP_OK;
+    return end_for_all(sharded, train_evaluate(sharded, args, loss_p));
 }
 
 dcp_status_t

@@ -32,4 +32,13 @@ struct dcp_sharded {
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
 };
 
+/* Every rank's record to all, into sharded->records. */
+dcp_status_t train_gather_records(dcp_sharded_t *sharded, const step_record_t *own);
+/* Parts 2 and 3. */
+dcp_status_t train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                           int64_t *busy_ns, double *loss_p);
+/* Forward only; *loss_p is the sum over ranks, in rank order. */
+dcp_status_t train_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                            double *loss_p);
+
 #endif

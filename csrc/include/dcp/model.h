@@ -6,6 +6,7 @@
 #define DCP_MODEL_H
 
 #include "dcp/device.h"
+#include "dcp/recompute.h"
 #include "dcp/status.h"
 
 #include <stdint.h>
@@ -35,6 +36,19 @@ typedef struct dcp_model_tensor {
 
 typedef struct dcp_model dcp_model_t;
 
+/* Attention over more than this rank's rows: computes what the device's attention would
+ * for a rank that held every row of the group. args are those of this rank's rows
+ * alone, with its row strides; offsets in them mean nothing. Called once a layer in
+ * each direction, and once more where a layer is computed again; must leave its results
+ * complete in queue order. */
+typedef struct dcp_attention_hook {
+    void *state;
+    dcp_status_t (*forward)(void *state, dcp_queue_t *queue, int64_t layer,
+                            const dcp_attention_args_t *args);
+    dcp_status_t (*backward)(void *state, dcp_queue_t *queue, int64_t layer,
+                             const dcp_attention_backward_args_t *args);
+} dcp_attention_hook_t;
+
 /* One micro-batch: whole sequences, laid one after the other. Everything borrowed for
  * the call, in host memory. */
 typedef struct dcp_batch {
@@ -46,8 +60,28 @@ typedef struct dcp_batch {
     double scale;           /* of the loss and so of the gradient: 1/N */
     const int64_t
         *row_ids; /* [T] number of each token in its step (dropout); NULL: 0..T-1 */
-    uint64_t dropout_seed; /* of run and step */
+    uint64_t dropout_seed;                  /* of run and step */
+    int32_t recompute[DCP_RECOMPUTE_KINDS]; /* layers that drop their activations */
+    /* Rows that are parts of sequences, the rest on other ranks: NULL where the batch
+     * holds whole sequences. Then offsets are the borders of the parts. */
+    const int32_t *positions;              /* [T] of each token in its sequence */
+    const dcp_attention_hook_t *attention; /* reaches the other rows */
 } dcp_batch_t;
+
+/* Calls around the use of one group of tensors (dcp_model_tensor_t.group) in a pass:
+ * before the pass first reads or adds to them, and after it last did. A pass enters
+ * groups 0 .. G - 1 in order and leaves each before it enters the next; where it
+ * trains, it stays in G - 1, leaves that one backward, and goes on G - 2 .. 0 backward.
+ * A layer that is computed again is entered once for both. Where embeddings are tied,
+ * the head reads and adds to a tensor of group 0 while the pass is in group G - 1. The
+ * queue is not fenced before a call. */
+typedef struct dcp_model_hooks {
+    void *state;
+    dcp_status_t (*enter)(void *state, dcp_queue_t *queue, int32_t group,
+                          int32_t backward);
+    dcp_status_t (*leave)(void *state, dcp_queue_t *queue, int32_t group,
+                          int32_t backward);
+} dcp_model_hooks_t;
 
 /* Checks every field; names the Hugging Face key that breaks a rule. */
 dcp_status_t dcp_transformer1d_check(const dcp_transformer1d_config_t *config);
@@ -77,6 +111,15 @@ dcp_status_t dcp_model_bind(dcp_model_t *model, float *const *weights,
                             float *const *gradients);
 /* The weights' values changed: packed copies are stale. */
 void dcp_model_weights_changed(dcp_model_t *model);
+
+/* hooks NULL: none; else copied. */
+void dcp_model_set_hooks(dcp_model_t *model, const dcp_model_hooks_t *hooks);
+/* Calls the hooks of one pass in their order, and nothing else: for a rank that has
+ * nothing to compute while others do. */
+dcp_status_t dcp_model_walk(dcp_model_t *model, int32_t training);
+/* Passes lie in `arena` (device memory, borrowed, 64-byte aligned) from now on, and
+ * fail where it is too small; NULL: in memory of the model's own. */
+void dcp_model_set_arena(dcp_model_t *model, void *arena, int64_t bytes);
 
 /* *loss_p += scaled loss; gradients accumulate. A batch with no tokens does nothing. */
 dcp_status_t dcp_model_forward_backward(dcp_model_t *model, const dcp_batch_t *batch,

@@ -2,12 +2,13 @@
  * the execution of one optimizer step over it.
  *
  * One step, on every rank (the numbers are those of step.c):
- *   1 agree      step number and plan hash are the same everywhere, or ERR_MISMATCH on
- * all 2 compute    this rank's micro-batches, any number of them: gradients add up
- * locally 3 exchange   losses and times; nobody computes any more 4 reduce     each
- * rank sums its shard over all ranks, in rank order 5 norm       the true global norm,
- * the same bits in every world 6 update     AdamW on the shard, written to the weights
- * that all ranks read 7 publish    a barrier
+ *
+ *   1 agree     step number and plan hash are the same everywhere, or ERR_MISMATCH on
+ * all 2 compute   this rank's micro-batches, alone or in a group of ranks that share
+ * one 3 exchange  losses and times; nobody computes any more 4 reduce    each rank sums
+ * its shard over all ranks, in rank order 5 norm      the true global norm, the same
+ * bits in every world 6 update    AdamW on the shard, written to the weights that all
+ * ranks read 7 publish   a barrier
  */
 #ifndef DCP_TRAIN_H
 #define DCP_TRAIN_H
@@ -31,6 +32,13 @@ typedef struct dcp_sharded_options {
     int32_t initialise;    /* 0: weights stay zero, the caller fills them */
     int32_t forward_only;  /* 1: no gradients and no optimizer state */
     const uint8_t *frozen; /* [tensor count] 1: not trained; NULL: none; copied */
+    int32_t no_windows;    /* 1: nothing is read one-sidedly. Every rank holds its shard
+                              alone, a group of tensors is gathered when a pass enters it,
+                              groups of ranks exchange messages, all ranks run equally many
+                              micro-batches */
+    int32_t reduce_layer; /* 1: a group's gradients are summed over ranks as soon as its
+                             backward pass ends, into shards; all ranks run equally many
+                             micro-batches. 0: once a step, from full buffers */
 } dcp_sharded_options_t;
 
 /* What dcp_sharded_buffer returns. */
@@ -41,9 +49,26 @@ typedef enum dcp_sharded_kind {
     DCP_SHARDED_ADAMW_V = 3,
 } dcp_sharded_kind_t;
 
+/* A micro-batch of ranks first_rank .. first_rank + rank_count - 1: all its sequences,
+ * the same on each of these ranks, which share its rows among them. */
+typedef struct dcp_micro_batch {
+    dcp_batch_t batch; /* positions and attention NULL; no tokens: only keeps step with
+                          others (zero weight) */
+    int32_t first_rank, rank_count;
+} dcp_micro_batch_t;
+
+/* Ranks first .. first + count - 1. */
+typedef struct dcp_rank_group {
+    int32_t first, count;
+} dcp_rank_group_t;
+
 typedef struct dcp_step_args {
-    const dcp_batch_t *batches; /* this rank's micro-batches; borrowed for the call */
+    const dcp_micro_batch_t *batches; /* this rank's, in order; borrowed for the call */
     int64_t batch_count;
+    const dcp_rank_group_t *groups; /* every group of two or more ranks that any
+                                       micro-batch of the step has: distinct, sorted,
+                                       the same on all ranks; borrowed */
+    int64_t group_count;
     int64_t step;            /* from 0; Adam's t is update_count + 1 */
     int64_t update_count;    /* updates done so far (skipped steps do not count) */
     int64_t trainable_count; /* tokens of all ranks that are trained on; 0: no update */
@@ -80,8 +105,8 @@ dcp_status_t dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t
                                    int64_t *busy_ns, double *loss_p);
 
 /* Collective: forward only; *loss_p is the sum over ranks, in rank order. */
-dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_batch_t *batches,
-                                  int64_t batch_count, double *loss_p);
+dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                                  double *loss_p);
 
 /* Logits of one batch on this rank alone; not collective. */
 dcp_status_t dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch,
