@@ -73,6 +73,14 @@ search_all(contest_t *contest)
         }
         status = try_target(contest, &search, target);
     }
+    double reached = contest->best.plan->makespan_s;
+    if (status == DCP_OK && reached > bound * (1 + good_gap)) {
+        status = dcp_search_refine(problem, contest->best.plan, search.trial,
+                                   &contest->trial);
+        if (status == DCP_OK && contest->trial.plan->micro_batch_count > 0) {
+            status = enter(contest, "dcp");
+        }
+    }
     dcp_search_fini(&search);
     return status;
 }

@@ -104,4 +104,9 @@ void dcp_search_balance(dcp_search_t *search, double enough_s);
 /* Writes the plan of places: groups, then every rank's singles in micro-batches. */
 dcp_status_t dcp_search_emit(dcp_search_t *search, plan_draft_t *draft);
 
+/* Looks for a better plan than `best` by local search where the step is small. Writes
+ * it to `draft`, or nothing. `scratch` holds length_count indices. */
+dcp_status_t dcp_search_refine(const plan_problem_t *problem, const dcp_plan_t *best,
+                               int64_t *scratch, plan_draft_t *draft);
+
 #endif
