@@ -43,46 +43,42 @@ enter(contest_t *contest, const char *winner)
     return DCP_OK;
 }
 
-static dcp_status_t
-try_target(contest_t *contest, dcp_search_t *search, double target_s)
+/* What the fixed parts of whole micro-batches add to the bound, which counts shares of
+ * them, if every rank gets equally many tokens. */
+static double
+whole_batches(const dcp_search_t *s)
 {
-    plan_draft_clear(&contest->trial);
-    dcp_search_place(search, target_s);
-    dcp_search_balance(search, target_s);
-    DCP_TRY(dcp_search_emit(search, &contest->trial));
-    return enter(contest, "dcp");
+    double tokens = 0, cap = (double)s->sizes[0].cap_none;
+    for (int64_t i = 0; i < s->count; i++) {
+        if (dcp_search_is_packed(s, i)) {
+            tokens += (double)s->problem->request->lengths[i];
+        }
+    }
+    double batches = cap > 0 ? tokens / s->world / cap : 0;
+    return s->start_s * (ceil(batches) - fmax(batches, 1));
 }
 
+/* The own search: keeps the places that end first, writes and prices them. */
 static dcp_status_t
-search_all(contest_t *contest)
+search_targets(contest_t *contest, dcp_search_t *search)
 {
-    static const double shares[TARGETS] = {0, 0.5, 0.25, 0.75, 0.1, 0.9, 0.35, 0.6};
-    const plan_problem_t *problem = contest->problem;
-    double bound = problem->bound_s;
-    dcp_search_t search;
-    DCP_TRY(dcp_search_init(&search, problem));
-    dcp_status_t status = DCP_OK;
-    for (int i = 0; i < TARGETS && status == DCP_OK; i++) {
-        double target = bound;
-        if (i > 0) {
-            double reached = contest->best.plan->makespan_s;
-            if (reached <= bound * (1 + good_gap)) {
-                break;
-            }
-            target += shares[i] * (reached - bound);
-        }
-        status = try_target(contest, &search, target);
-    }
-    double reached = contest->best.plan->makespan_s;
-    if (status == DCP_OK && reached > bound * (1 + good_gap)) {
-        status = dcp_search_refine(problem, contest->best.plan, search.trial,
-                                   &contest->trial);
-        if (status == DCP_OK && contest->trial.plan->micro_batch_count > 0) {
-            status = enter(contest, "dcp");
+    static const double shares[TARGETS] = {0, 0, 0.5, 0.25, 0.75, 0.1, 0.9, 0.35};
+    double whole = whole_batches(search);
+    double bound = contest->problem->bound_s, reached = INFINITY;
+    size_t bytes = (size_t)search->count * sizeof search->places[0];
+    for (int i = 0; i < TARGETS && reached > bound * (1 + good_gap); i++) {
+        double target = i == 0 ? bound + fmax(0, whole)
+                               : bound + shares[i] * (reached - bound);
+        dcp_search_place(search, target);
+        double end = dcp_search_balance(search, bound * (1 + good_gap));
+        if (end < reached) {
+            reached = end;
+            memcpy(search->best_places, search->places, bytes);
         }
     }
-    dcp_search_fini(&search);
-    return status;
+    memcpy(search->places, search->best_places, bytes);
+    DCP_TRY(dcp_search_emit(search, &contest->trial));
+    return enter(contest, "dcp");
 }
 
 static dcp_status_t
@@ -108,6 +104,34 @@ price_others(contest_t *contest)
     return DCP_OK;
 }
 
+/* Small steps: local search from the best of all candidates. */
+static dcp_status_t
+refine(contest_t *contest, dcp_search_t *search)
+{
+    const dcp_plan_t *best = contest->best.plan;
+    if (best->makespan_s <= contest->problem->bound_s * (1 + good_gap)) {
+        return DCP_OK;
+    }
+    DCP_TRY(dcp_search_refine(contest->problem, best, search->trial, &contest->trial));
+    return contest->trial.plan->micro_batch_count > 0 ? enter(contest, "dcp") : DCP_OK;
+}
+
+static dcp_status_t
+search_all(contest_t *contest)
+{
+    dcp_search_t search;
+    DCP_TRY(dcp_search_init(&search, contest->problem));
+    dcp_status_t status = search_targets(contest, &search);
+    if (status == DCP_OK) {
+        status = price_others(contest);
+    }
+    if (status == DCP_OK) {
+        status = refine(contest, &search);
+    }
+    dcp_search_fini(&search);
+    return status;
+}
+
 dcp_status_t
 plan_dcp_run(const plan_problem_t *problem, plan_draft_t *draft)
 {
@@ -120,9 +144,6 @@ plan_dcp_run(const plan_problem_t *problem, plan_draft_t *draft)
     dcp_status_t status = plan_draft_init(&contest.trial, count);
     if (status == DCP_OK) {
         status = search_all(&contest);
-    }
-    if (status == DCP_OK) {
-        status = price_others(&contest);
     }
     *draft = contest.best;
     plan_draft_fini(&contest.trial);

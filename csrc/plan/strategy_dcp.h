@@ -44,7 +44,8 @@ typedef struct dcp_search {
     double start_s; /* a */
     int32_t size_count;
     dcp_size_t *sizes;    /* [size_count] ascending, sizes[0].group == 1 */
-    dcp_place_t *places;  /* [count] being made */
+    dcp_place_t *places;      /* [count] being made */
+    dcp_place_t *best_places; /* [count] the best so far */
     dcp_rank_t *ranks;    /* [world] */
     double *load_s;       /* [world] end of each rank, in place.c */
     int32_t *heap;        /* [world] ranks, least load on top */
@@ -98,8 +99,9 @@ double dcp_search_place(dcp_search_t *search, double target_s);
 void dcp_search_list(dcp_search_t *search);
 
 /* Moves and swaps of packed single sequences between the rank that ends last and
- * others. */
-void dcp_search_balance(dcp_search_t *search, double enough_s);
+ * others.
+ * Returns the latest end. */
+double dcp_search_balance(dcp_search_t *search, double enough_s);
 
 /* Writes the plan of places: groups, then every rank's singles in micro-batches. */
 dcp_status_t dcp_search_emit(dcp_search_t *search, plan_draft_t *draft);

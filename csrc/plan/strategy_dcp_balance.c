@@ -11,7 +11,8 @@
 #include <math.h>
 #include <string.h>
 
-enum { PARTNERS = 4, TRIES_BASE = 64 };
+/* Others are looked at where the ranks that end first have nothing to exchange. */
+enum { PARTNERS = 4, TRIES_BASE = 64, MOST_SWEEPS = 256 };
 
 void
 dcp_search_list(dcp_search_t *search)
@@ -174,7 +175,7 @@ find_ends(const dcp_search_t *s, int32_t *fast, int32_t *fast_count_p)
     return slow;
 }
 
-void
+double
 dcp_search_balance(dcp_search_t *search, double enough_s)
 {
     dcp_search_t *s = search;
@@ -187,16 +188,22 @@ dcp_search_balance(dcp_search_t *search, double enough_s)
         }
         s->load_s[r] += run_time(s, s->items + s->run_starts[r], count) - work;
     }
-    int64_t tries = TRIES_BASE + s->world;
-    for (int improved = 1; improved && tries > 0; tries--) {
+    int64_t tries = TRIES_BASE + s->world, sweeps_left = MOST_SWEEPS;
+    int improved = 1;
+    for (;;) {
         int32_t fast[PARTNERS], fast_count;
         int32_t slow = find_ends(s, fast, &fast_count);
-        if (s->load_s[slow] <= enough_s) {
-            return;
+        if (s->load_s[slow] <= enough_s || !improved || tries-- == 0) {
+            return s->load_s[slow];
         }
         improved = 0;
         for (int32_t i = 0; i < fast_count && !improved; i++) {
             improved = fast[i] != slow && try_exchange(s, slow, fast[i]);
+        }
+        for (int32_t k = 1; k < s->world && sweeps_left > 0 && !improved; k++) {
+            int32_t other = (slow + k) % s->world;
+            improved = try_exchange(s, slow, other);
+            sweeps_left--;
         }
     }
 }

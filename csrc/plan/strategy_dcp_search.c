@@ -80,6 +80,7 @@ lay_out(dcp_search_t *s, char *base)
     int64_t n = s->count, w = s->world, k = s->size_count;
     s->sizes = take(&arena, k, sizeof s->sizes[0]);
     s->places = take(&arena, n, sizeof s->places[0]);
+    s->best_places = take(&arena, n, sizeof s->places[0]);
     s->ranks = take(&arena, w, sizeof s->ranks[0]);
     s->load_s = take(&arena, w, sizeof s->load_s[0]);
     s->heap = take(&arena, w, sizeof s->heap[0]);
