@@ -62,17 +62,23 @@ whole_batches(const dcp_search_t *s)
 static dcp_status_t
 search_targets(contest_t *contest, dcp_search_t *search)
 {
-    static const double shares[TARGETS] = {0, 0, 0.5, 0.25, 0.75, 0.1, 0.9, 0.35};
-    double whole = whole_batches(search);
+    /* above the best target so far, of what it ended later; below it, of the bound */
+    static const double above[TARGETS] = {0, 0.5, 0.5, 0, 0.5, 0, 0.3, 0.8};
+    static const double below[TARGETS] = {0, 0, 0, 0.7, 0, 0.85, 0, 0};
     double bound = contest->problem->bound_s, reached = INFINITY;
+    double best_target = bound + fmax(0, whole_batches(search));
     size_t bytes = (size_t)search->count * sizeof search->places[0];
     for (int i = 0; i < TARGETS && reached > bound * (1 + good_gap); i++) {
-        double target = i == 0 ? bound + fmax(0, whole)
-                               : bound + shares[i] * (reached - bound);
+        double target = best_target;
+        if (i > 0) {
+            target = above[i] > 0 ? best_target + above[i] * (reached - best_target)
+                                  : bound + below[i] * (best_target - bound);
+        }
         dcp_search_place(search, target);
         double end = dcp_search_balance(search, bound * (1 + good_gap));
         if (end < reached) {
             reached = end;
+            best_target = target;
             memcpy(search->best_places, search->places, bytes);
         }
     }

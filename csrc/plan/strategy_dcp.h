@@ -43,14 +43,15 @@ typedef struct dcp_search {
     int32_t world;  /* ranks */
     double start_s; /* a */
     int32_t size_count;
-    dcp_size_t *sizes;    /* [size_count] ascending, sizes[0].group == 1 */
+    dcp_size_t *sizes;        /* [size_count] ascending, sizes[0].group == 1 */
     dcp_place_t *places;      /* [count] being made */
     dcp_place_t *best_places; /* [count] the best so far */
-    dcp_rank_t *ranks;    /* [world] */
-    double *load_s;       /* [world] end of each rank, in place.c */
-    int32_t *heap;        /* [world] ranks, least load on top */
-    int32_t *heap_at;     /* [world] */
-    double *failed_s;     /* [size_count] least time that found no block */
+    dcp_rank_t *ranks;        /* [world] */
+    double *load_s;           /* [world] end of each rank, in place.c */
+    int32_t *heap;            /* [world] ranks, least load on top */
+    int32_t *heap_at;         /* [world] */
+    double *failed_s;         /* [size_count, DCP_TIERS] a time that found no block */
+    int32_t *queue;           /* [world] of place.c */
     int32_t *hint;        /* [size_count] where the last block of this size was found */
     double *hint_s;       /* [size_count] and its time */
     double *alone_s;      /* [count] time of each sequence as a single, without a where

@@ -128,6 +128,27 @@ find_block(const dcp_search_t *s, int32_t from, int32_t group, int64_t node,
     return found;
 }
 
+/* Most seconds that any block could still take until target_s: what the blocks' fullest
+ * ranks leave. A sliding maximum; s->queue holds ranks with descending loads. */
+static double
+most_room(const dcp_search_t *s, int32_t group, int64_t node, double target_s)
+{
+    int32_t *queue = s->queue, head = 0, tail = 0;
+    double least = INFINITY;
+    for (int32_t r = 0; r < s->world; r++) {
+        while (tail > head && s->load_s[queue[tail - 1]] <= s->load_s[r]) {
+            tail--;
+        }
+        queue[tail++] = r;
+        head += queue[head] <= r - group;
+        int32_t first = r - group + 1;
+        if (first >= 0 && (node == 0 || first / node == r / node)) {
+            least = fmin(least, s->load_s[queue[head]]);
+        }
+    }
+    return target_s - least;
+}
+
 static void
 add_group(dcp_search_t *s, int32_t first, int32_t group, double time_s, int64_t i)
 {
@@ -163,7 +184,8 @@ try_size(dcp_search_t *s, int32_t k, int64_t i, double target_s)
             continue;
         }
         double time = dcp_search_time(s, k, tier, length);
-        if (time >= s->failed_s[k] || least_load + time > target_s) {
+        double *failed_s = &s->failed_s[k * DCP_TIERS + tier];
+        if (time >= *failed_s || least_load + time > target_s) {
             continue;
         }
         block_t block;
@@ -177,9 +199,8 @@ try_size(dcp_search_t *s, int32_t k, int64_t i, double target_s)
                       dcp_search_time(s, k, tier_of(s, block.first, group), length), i);
             return 1;
         }
-        if (tier == DCP_TIER_CLUSTER || node == 0) {
-            s->failed_s[k] = time;
-        }
+        double room = most_room(s, group, inside, target_s);
+        *failed_s = room < time ? room * (1 + 1e-12) : time;
     }
     return 0;
 }
@@ -260,7 +281,7 @@ static void
 forget_failures(dcp_search_t *s)
 {
     for (int32_t k = 0; k < s->size_count; k++) {
-        s->failed_s[k] = INFINITY;
+        s->failed_s[k * DCP_TIERS] = s->failed_s[k * DCP_TIERS + 1] = INFINITY;
         s->hint[k] = 0;
         s->hint_s[k] = INFINITY;
     }
