@@ -16,10 +16,11 @@
 #include <math.h>
 #include <string.h>
 
-enum { TARGETS = 8 };
+/* Beyond MANY_RANKS every target costs more and gains less. */
+enum { TARGETS = 8, TARGETS_OF_MANY = 4, MANY_RANKS = 256 };
 
 /* Closer to the bound than this is far below what a cost model knows. */
-static const double good_gap = 1e-4;
+static const double good_gap = 5e-4;
 
 typedef struct contest {
     const plan_problem_t *problem;
@@ -68,7 +69,8 @@ search_targets(contest_t *contest, dcp_search_t *search)
     double bound = contest->problem->bound_s, reached = INFINITY;
     double best_target = bound + fmax(0, whole_batches(search));
     size_t bytes = (size_t)search->count * sizeof search->places[0];
-    for (int i = 0; i < TARGETS && reached > bound * (1 + good_gap); i++) {
+    int targets = search->world > MANY_RANKS ? TARGETS_OF_MANY : TARGETS;
+    for (int i = 0; i < targets && reached > bound * (1 + good_gap); i++) {
         double target = best_target;
         if (i > 0) {
             target = above[i] > 0 ? best_target + above[i] * (reached - best_target)

@@ -51,7 +51,8 @@ typedef struct dcp_search {
     int32_t *heap;            /* [world] ranks, least load on top */
     int32_t *heap_at;         /* [world] */
     double *failed_s;         /* [size_count, DCP_TIERS] a time that found no block */
-    int32_t *queue;           /* [world] of place.c */
+    double *room_s;       /* [size_count] no block leaves more, INFINITY: not known */
+    int32_t *queue;       /* [world] of place.c */
     int32_t *hint;        /* [size_count] where the last block of this size was found */
     double *hint_s;       /* [size_count] and its time */
     double *alone_s;      /* [count] time of each sequence as a single, without a where

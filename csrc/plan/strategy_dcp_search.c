@@ -86,6 +86,7 @@ lay_out(dcp_search_t *s, char *base)
     s->heap = take(&arena, w, sizeof s->heap[0]);
     s->heap_at = take(&arena, w, sizeof s->heap_at[0]);
     s->failed_s = take(&arena, k * DCP_TIERS, sizeof s->failed_s[0]);
+    s->room_s = take(&arena, k, sizeof s->room_s[0]);
     s->queue = take(&arena, w, sizeof s->queue[0]);
     s->hint = take(&arena, k, sizeof s->hint[0]);
     s->hint_s = take(&arena, k, sizeof s->hint_s[0]);
