@@ -113,6 +113,7 @@ struct dcp_model {
     float *dembedding, *dfinal_norm;
     dcp_layer_t *layers; /* owned, [num_hidden_layers] */
     dcp_linear_t head;   /* the embedding where tied */
+    int64_t panel_layer; /* has the packed copies, where only one layer's are kept */
     void *arena;         /* device; owned unless `arena_lent`; NULL: none yet */
     int64_t arena_bytes;
     bool arena_lent;
