@@ -11,7 +11,7 @@
 static const dcp_transformer1d_config_t config = {.vocab_size = 37,
                                                   .hidden_size = 24,
                                                   .intermediate_size = 40,
-                                                  .num_hidden_layers = 2,
+                                                  .num_hidden_layers = 3,
                                                   .num_attention_heads = 4,
                                                   .num_key_value_heads = 2,
                                                   .head_dim = 8,
@@ -23,7 +23,7 @@ static const dcp_transformer1d_config_t config = {.vocab_size = 37,
                                                   .dropout = 0.1,
                                                   .initializer_range = 0.2};
 
-enum { TOKENS = 96, SEQUENCES = 4, TENSORS_MOST = 80 };
+enum { TOKENS = 96, SEQUENCES = 4, TENSORS_MOST = 128 };
 
 /* A model with weights and gradients in memory of the test's own (not counted). */
 typedef struct bench {
@@ -77,8 +77,8 @@ fill_batch(void)
 }
 
 static dcp_status_t
-run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *loss,
-       float *logits)
+run_on(const dcp_device_ops_t *device, int32_t threads, int32_t recomputed,
+       bench_t *bench, double *loss, float *logits)
 {
     dcp_pool_t *pool;
     dcp_model_t *model = NULL;
@@ -88,7 +88,10 @@ run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *
         status = dcp_model_bind(model, bench->weights, bench->gradients);
     }
     for (int i = 0; i < 2 && status == DCP_OK; i++) {
-        status = dcp_model_forward_backward(model, &batch, loss);
+        dcp_batch_t dropping = batch;
+        dropping.recompute[DCP_RECOMPUTE_LAYER] = i == 0 ? recomputed : 0;
+        dropping.recompute[DCP_RECOMPUTE_MLP] = i == 1 ? recomputed : 0;
+        status = dcp_model_forward_backward(model, &dropping, loss);
     }
     if (status == DCP_OK) {
         status = dcp_model_loss(model, &batch, loss);
@@ -101,7 +104,8 @@ run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *
     return status;
 }
 
-/* Bitwise the same on the device that holds everything back, with any thread count. */
+/* Bitwise the same on the device that holds everything back, with any thread count,
+ * whatever is recomputed. */
 static void
 test_late(void)
 {
@@ -110,8 +114,8 @@ test_late(void)
     double loss = 0, loss_late = 0;
     bench_init(&now, &config);
     bench_init(&late, &config);
-    CHECK_OK(run_on(dcp_device_cpu(), 1, &now, &loss, logits));
-    CHECK_OK(run_on(dcp_device_late(), 3, &late, &loss_late, logits_late));
+    CHECK_OK(run_on(dcp_device_cpu(), 1, 0, &now, &loss, logits));
+    CHECK_OK(run_on(dcp_device_late(), 3, 3, &late, &loss_late, logits_late));
     CHECK(isfinite(loss) && loss > 0 && loss == loss_late);
     CHECK(memcmp(logits, logits_late, sizeof logits) == 0);
     for (int64_t i = 0; i < now.tensor_count; i++) {
@@ -130,7 +134,7 @@ cpu_scenario(void)
 {
     double loss = 0;
     static float logits[TOKENS * 37];
-    return run_on(dcp_device_cpu(), 2, &scenario_bench, &loss, logits);
+    return run_on(dcp_device_cpu(), 2, 2, &scenario_bench, &loss, logits);
 }
 
 static dcp_status_t
@@ -138,7 +142,7 @@ late_scenario(void)
 {
     double loss = 0;
     static float logits[TOKENS * 37];
-    return run_on(dcp_device_late(), 2, &scenario_bench, &loss, logits);
+    return run_on(dcp_device_late(), 2, 3, &scenario_bench, &loss, logits);
 }
 
 static void
@@ -207,7 +211,7 @@ check_bytes(const dcp_transformer1d_config_t *model_config, int64_t token_count,
     CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
     CHECK_OK(dcp_model_forward_backward(model, &big, &loss));
     int64_t real = dcp_alloc_peak_bytes() - held - pool_bytes;
-    int64_t promised = dcp_model_pass_bytes(model_config, token_count, threads);
+    int64_t promised = dcp_model_pass_bytes(model_config, token_count, NULL, threads);
     CHECK(real <= promised);
     CHECK((double)promised <= slack * (double)real);
     if (real > promised || (double)promised > slack * (double)real) {
