@@ -182,18 +182,9 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     if settings.memory is not None:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
-    loader = dcp.Loader(
-        job.documents if job.documents is not None else _read_documents(settings),
-        world,
-        dcp.CostModel.for_model(config),
-        tokens_per_step=settings.tokens_per_step,
-        strategy=settings.strategy,
-        seed=settings.seed,
-        memory_bytes=settings.memory,
-        weighting=settings.train.weighting,
-        eval_share=settings.train.eval_share,
-    )
-    with contextlib.closing(dcp.fully_shard(config, world, seed=settings.seed)) as model:
+    documents = job.documents if job.documents is not None else _read_documents(settings)
+    loader = make_loader(settings, documents, world)
+    with contextlib.closing(dcp.fully_shard(config, world, **_sharding(settings))) as model:
         trainer = dcp.Trainer(
             model,
             settings.optimizer.build(),
@@ -223,6 +214,43 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         "seconds_to_target": report.seconds_to_target,
         "skipped": report.skipped,
     }
+
+
+def cost_model(settings: Any) -> Any:
+    """The file of `plan.cost`, or what the model's shape says."""
+    import dcp
+
+    if settings.plan.cost is not None:
+        return dcp.CostModel.load(settings.plan.cost)
+    return dcp.CostModel.for_model(settings.transformer())
+
+
+def make_loader(settings: Any, documents: Any, world: Any) -> Any:
+    """The loader of one rank; it raises where a sequence fits nowhere."""
+    import dcp
+
+    plan = settings.plan
+    return dcp.Loader(
+        documents,
+        world,
+        cost_model(settings),
+        tokens_per_step=settings.tokens_per_step,
+        strategy=settings.strategy,
+        seed=settings.seed,
+        memory_bytes=settings.memory,
+        weighting=settings.train.weighting,
+        eval_share=settings.train.eval_share,
+        max_tokens=plan.max_tokens,
+        max_group=plan.max_group,
+        rounds=not plan.windows or plan.reduce == "layer",
+        fixed_group=plan.sp or 1,
+        fixed_recompute=plan.recompute or "none",
+    )
+
+
+def _sharding(settings: Any) -> dict[str, Any]:
+    """What `fully_shard` is told beside the model."""
+    return {"seed": settings.seed}
 
 
 def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
@@ -272,5 +300,6 @@ STEP_KEYS = (
     "idle_share",
     "micro_batches",
     "sp",
+    "winner",
     "arm",
 )
