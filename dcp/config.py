@@ -214,6 +214,11 @@ _CHOICES = {
 }
 
 
+def strategy_names() -> tuple[str, ...]:
+    """Names that `strategy` may have."""
+    return _CHOICES["strategy"]
+
+
 def default_ranks() -> int:
     """One rank a core that this process may use, at most 8."""
     return min(8, core_count())

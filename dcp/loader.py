@@ -290,13 +290,14 @@ class Loader:
 
     def _check_longest(self) -> None:
         """Whether every sequence fits is decided before the first step, not when it comes."""
-        longest = int(np.argmax(self.dataset.lengths))
+        lengths = self.dataset.lengths
+        longest = int(np.argmax(lengths))
         try:
-            self._plan(self.dataset.lengths[longest : longest + 1])
+            self._plan(lengths[longest : longest + 1])
         except InfeasibleError as error:
             raise InfeasibleError(
-                f"{self.dataset.name}: sequence {longest} fits nowhere, lower data.max_length or "
-                f"raise the memory cap ({error})"
+                f"{self.dataset.name}: sequence {longest} of {lengths[longest]} tokens fits "
+                f"nowhere, lower data.max_length or raise the memory cap ({error})"
             ) from error
 
     def _plan(self, lengths: NDArray[np.int64]) -> Plan:

@@ -279,7 +279,7 @@ def test_bad_settings() -> None:
         loader(dataset, strategy="paked")
     with pytest.raises(dcp.ArgumentError, match="weighting"):
         loader(dataset, weighting="tokens")
-    with pytest.raises(dcp.InfeasibleError, match="sequence 1 fits nowhere"):
+    with pytest.raises(dcp.InfeasibleError, match="sequence 1 of 20 tokens fits nowhere"):
         loader(dataset, memory_bytes=1500)
     with pytest.raises(dcp.ArgumentError, match="tokens_per_step"):
         Sampler([5], tokens_per_step=4)
