@@ -24,6 +24,12 @@ static const int64_t max_total_tokens = INT64_C(1) << 53;
 static const plan_strategy_t strategies[] = {
     {"packed", plan_packed_run},
     {"bucket", plan_bucket_run},
+    {"inter", plan_inter_run},
+    {"bucket-published", plan_bucket_published_run},
+    {"inter-published", plan_inter_published_run},
+    {"fixed", plan_fixed_run},
+    {"fixed-best", plan_fixed_best_run},
+    {"knapformer", plan_knapformer_run},
 };
 
 int64_t
@@ -79,7 +85,7 @@ find_strategy(const char *name, const plan_strategy_t **strategy_p)
             nearest = strategies[i].name;
         }
     }
-    char known[128] = "";
+    char known[256] = "";
     for (int64_t i = 0; i < dcp_plan_strategy_count(); i++) {
         size_t used = strlen(known);
         snprintf(known + used, sizeof known - used, "%s%s", i > 0 ? ", " : "",
