@@ -32,7 +32,7 @@ dcp_status_t
 plan_loads_create(const plan_problem_t *problem, plan_loads_t *loads)
 {
     int64_t n = problem->request->length_count, world = problem->request->world;
-    int64_t words = n + n + (n + SLACK * world) + 2 * (n + 1) + 2 * n + n;
+    int64_t words = n + n + (n + SLACK * world) + 2 * (n + 1) + 2 * n;
     int64_t bytes = world * (int64_t)(sizeof(plan_load_t) + sizeof(plan_heap_item_t))
                     + words * 8 + n * (int64_t)sizeof(int32_t);
     void *memory;
@@ -48,19 +48,12 @@ plan_loads_create(const plan_problem_t *problem, plan_loads_t *loads)
     loads->trial = loads->scratch + n + 1;
     loads->bins = loads->trial + n + 1;
     loads->bin_order = loads->bins + n;
-    loads->order = loads->bin_order + n;
-    loads->part = (int32_t *)(void *)(loads->order + n);
+    loads->part = (int32_t *)(void *)(loads->bin_order + n);
     dcp_status_t status = plan_packer_create(n, &loads->packer);
     if (status != DCP_OK) {
         dcp_free(memory);
-        return status;
     }
-    for (int64_t i = 0; i < n; i++) {
-        loads->order[i] = i;
-        loads->keys[i] = (double)problem->request->lengths[i];
-    }
-    plan_sort_descending(loads->order, n, loads->keys, loads->scratch);
-    return DCP_OK;
+    return status;
 }
 
 void
@@ -114,7 +107,7 @@ plan_loads_greedy(plan_loads_t *loads)
         tokens[g] = 0;
     }
     for (int64_t i = 0; i < request->length_count; i++) {
-        int64_t item = loads->order[i], g = heap[0].index;
+        int64_t item = loads->problem->order[i], g = heap[0].index;
         const plan_load_t *load = &loads->loads[g];
         int64_t cap = load->cap_tokens;
         int64_t before = tokens[g] / cap + (tokens[g] % cap != 0);
@@ -168,8 +161,8 @@ plan_loads_settle(plan_loads_t *loads)
         load->count = 0;
     }
     for (int64_t i = 0; i < n; i++) {
-        plan_load_t *load = &loads->loads[loads->part[loads->order[i]]];
-        load->items[load->count++] = loads->order[i];
+        plan_load_t *load = &loads->loads[loads->part[loads->problem->order[i]]];
+        load->items[load->count++] = loads->problem->order[i];
     }
     loads->makespan_s = 0;
     for (int32_t g = 0; g < loads->load_count; g++) {

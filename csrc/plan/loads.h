@@ -21,7 +21,6 @@ typedef struct plan_loads {
     const plan_problem_t *problem;
     plan_load_t *loads; /* [load_count] at most W */
     int32_t load_count;
-    int64_t *order; /* [n] sequences, longest first */
     int32_t *part;  /* [n] load of each sequence */
     double *work_s; /* [n] of each sequence on the slowest load, without latency */
     double makespan_s;

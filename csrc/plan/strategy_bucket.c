@@ -59,7 +59,10 @@ dcp_status_t
 plan_bucket_setting(const plan_problem_t *problem, plan_setting_t *setting_p)
 {
     plan_problem_t run = *problem; /* caps as in a step with the run's longest */
-    run.longest = problem->run_longest;
+    const dcp_plan_request_t *request = problem->request;
+    if (request->max_tokens == 0 && run.row_cap < problem->run_longest) {
+        run.row_cap = problem->run_longest;
+    }
     plan_pair_t *pairs;
     int64_t count;
     DCP_TRY(plan_pairs_create(&run, problem->run_longest, &pairs, &count));

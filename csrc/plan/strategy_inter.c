@@ -8,12 +8,14 @@
  * of class i's full micro-batch, targets T = k t_i (T <= G max t) are enumerated; for
  * each, g_i has least |g t_i - T|, misses above the target weighed 1.2, below 1.0, with
  * g_i t_i <= G max t. The published sampler keeps the target of least summed penalty
- * and draws further sequences to fill it. Here the step's sequences are given, so the
- * targets of least penalty are laid out, and the one that ends first is kept. Laid out:
- * chunks of larger groups first, longer ones first, each on the aligned block of ranks
- * that is free first; a class's last chunk has what is left. No sequence is dropped,
- * none drawn twice. Cost: O(sequences + tries (micro-batches log W + classes W)); tries
- * are few where that is much.
+ * and draws further sequences to fill it. Here the step's sequences are given and may
+ * be few, so targets below t_i count as well: shares of the even time, rank-seconds of
+ * the step over the world; for them micro-batches of class i hold fewer sequences, T /
+ * t_i of the full ones. Even shares and then the targets of least penalty are laid out,
+ * and the one that ends first is kept. Laid out: chunks of larger groups first, longer
+ * ones first, each on the aligned block of ranks that is free first; a class's last
+ * chunk has what is left. No sequence is dropped, none drawn twice. Cost: O(sequences +
+ * tries (sequences log W + classes W)); tries are few where that is much.
  */
 #include "classes.h"
 
@@ -22,7 +24,14 @@
 #include <math.h>
 #include <string.h>
 
-enum { GROUP_MOST = 5, TIMES_MOST = 8, TRIES_MOST = 24, WORK_MOST = 150000 };
+enum {
+    GROUP_MOST = 5, /* longest chunk over longest micro-batch, as published */
+    TIMES_MOST = 8, /* multiples of each class's time that are targets */
+    SHARES = 4,     /* shares of the even time that are targets */
+    TARGETS_MOST = PLAN_CLASSES * TIMES_MOST + SHARES,
+    TRIES_MOST = 24,    /* targets laid out */
+    WORK_MOST = 150000, /* sequences and blocks looked at in all */
+};
 
 static const double penalty_above = 1.2, penalty_below = 1.0;
 
@@ -35,18 +44,13 @@ typedef struct inter {
     plan_class_t *classes;               /* [PLAN_CLASSES] */
     int order[PLAN_CLASSES];             /* classes in use: larger groups first, then
                                             longer micro-batches */
+    int64_t batch_size[PLAN_CLASSES];    /* sequences of a micro-batch */
     int64_t chunk_batches[PLAN_CLASSES]; /* g of each class */
     int used_count;
     double longest_s;       /* of a full micro-batch of any class */
     double *ready_s;        /* [W] */
     plan_heap_item_t *heap; /* [W] blocks of one size, first free first */
 } inter_t;
-
-static int64_t
-batch_count(const plan_class_t *class)
-{
-    return (class->count + class->batch_size - 1) / class->batch_size;
-}
 
 /* Time of a micro-batch of these members on a group. */
 static double
@@ -62,26 +66,30 @@ batch_time(const inter_t *inter, const plan_rate_t *rate, const plan_class_t *cl
     return plan_rate_time(rate, tokens, squares);
 }
 
-/* Micro-batches of a chunk for a target, and its penalty. */
-static int64_t
-chunk_for(const inter_t *inter, const plan_class_t *class, double target_s,
-          double *penalty_p)
+/* Sets the micro-batches of class k for a target; returns the penalty of a chunk. */
+static double
+aim_class(inter_t *inter, int k, double target_s)
 {
-    double t = class->time_s;
+    const plan_class_t *class = &inter->classes[k];
+    double t = class->time_s, least = INFINITY;
+    inter->batch_size[k] = class->batch_size;
+    inter->chunk_batches[k] = 1;
+    if (t > target_s) {
+        double size = (double)class->batch_size * target_s / t;
+        inter->batch_size[k] = size < 1 ? 1 : (int64_t)size;
+        t *= (double)inter->batch_size[k] / (double)class->batch_size;
+    }
     int64_t most = t > 0 ? (int64_t)fmin(GROUP_MOST * inter->longest_s / t, 1e15) : 1;
     int64_t below = t > 0 ? (int64_t)fmin(target_s / t, 1e15) : 1;
-    int64_t best = 1;
-    double least = INFINITY;
-    for (int64_t g = below; g <= below + 1; g++) {
+    for (int64_t g = below < 1 ? 1 : below; g <= below + 1; g++) {
         double miss = (double)g * t - target_s;
         double penalty = miss > 0 ? penalty_above * miss : -penalty_below * miss;
-        if (g >= 1 && (g <= most || g == 1) && penalty < least) {
+        if ((g <= most || g == 1) && penalty < least) {
             least = penalty;
-            best = g;
+            inter->chunk_batches[k] = g;
         }
     }
-    *penalty_p = least;
-    return best;
+    return least;
 }
 
 /* Blocks of one size, by when all of their ranks are free. Returns how many. */
@@ -112,20 +120,21 @@ close_blocks(inter_t *inter, int32_t group, int64_t count)
 
 /* Puts one class's chunks on the open blocks; draft NULL: only times. */
 static dcp_status_t
-place_class(inter_t *inter, const plan_class_t *class, int64_t chunk_batches,
-            int64_t block_count, const plan_rate_t rates[DCP_TIERS],
-            plan_draft_t *draft)
+place_class(inter_t *inter, int k, int64_t block_count,
+            const plan_rate_t rates[DCP_TIERS], plan_draft_t *draft)
 {
     const dcp_cost_t *cost = &inter->problem->request->cost;
+    const plan_class_t *class = &inter->classes[k];
     int32_t group = class->setting.group;
-    int64_t batches = batch_count(class);
+    int64_t size = inter->batch_size[k], chunk_batches = inter->chunk_batches[k];
+    int64_t batches = (class->count + size - 1) / size;
     for (int64_t batch = 0; batch < batches;) {
         int32_t first = (int32_t)inter->heap[0].index * group;
         const plan_rate_t *rate = &rates[dcp_cost_tier(cost, first, group)];
         int64_t end = chunk_batches < batches - batch ? batch + chunk_batches : batches;
         for (; batch < end; batch++) {
-            int64_t from = batch * class->batch_size;
-            int64_t to = batch + 1 < batches ? from + class->batch_size : class->count;
+            int64_t from = batch * size;
+            int64_t to = batch + 1 < batches ? from + size : class->count;
             inter->heap[0].key += batch_time(inter, rate, class, from, to);
             if (draft != NULL) {
                 DCP_TRY(plan_draft_add(draft, first, &class->setting,
@@ -152,12 +161,11 @@ lay_out(inter_t *inter, plan_draft_t *draft, double *makespan_p)
         rates[DCP_TIER_CLUSTER] = plan_rate_slowest(inter->problem, setting);
         int64_t count = open_blocks(inter, setting->group);
         for (; i < inter->used_count; i++) {
-            const plan_class_t *class = &inter->classes[inter->order[i]];
-            if (class->setting.group != setting->group) {
+            int k = inter->order[i];
+            if (inter->classes[k].setting.group != setting->group) {
                 break;
             }
-            DCP_TRY(place_class(inter, class, inter->chunk_batches[inter->order[i]],
-                                count, rates, draft));
+            DCP_TRY(place_class(inter, k, count, rates, draft));
         }
         close_blocks(inter, setting->group, count);
     }
@@ -168,33 +176,41 @@ lay_out(inter_t *inter, plan_draft_t *draft, double *makespan_p)
     return DCP_OK;
 }
 
-/* Sets every class's chunks for a target; returns the summed penalty. */
+/* Sets every class's micro-batches for a target; returns the summed penalty. */
 static double
 aim(inter_t *inter, double target_s)
 {
     double sum = 0;
     for (int i = 0; i < inter->used_count; i++) {
-        int k = inter->order[i];
-        double penalty;
-        inter->chunk_batches[k] =
-            chunk_for(inter, &inter->classes[k], target_s, &penalty);
-        sum += penalty;
+        sum += aim_class(inter, inter->order[i], target_s);
     }
     return sum;
 }
 
-/* The targets, least penalty first, equal ones by time. Returns how many. */
+/* The targets: first shares of the even time, then multiples of micro-batches by
+ * penalty, equal ones by time. Returns how many. */
 static int
-list_targets(inter_t *inter, target_t targets[PLAN_CLASSES * TIMES_MOST])
+list_targets(inter_t *inter, target_t targets[TARGETS_MOST])
 {
-    int count = 0;
+    double rank_seconds = 0;
+    for (int i = 0; i < inter->used_count; i++) {
+        const plan_class_t *class = &inter->classes[inter->order[i]];
+        rank_seconds += class->setting.group * class->time_s * (double)class->count
+                        / (double)class->batch_size;
+    }
+    int shares = 0;
+    for (; shares < SHARES; shares++) {
+        double time_s = rank_seconds / inter->problem->request->world / (shares + 1);
+        targets[shares] = (target_t){.time_s = time_s};
+    }
+    int count = shares;
     for (int i = 0; i < inter->used_count; i++) {
         double t = inter->classes[inter->order[i]].time_s;
         for (int k = 1; k <= TIMES_MOST && k * t <= GROUP_MOST * inter->longest_s;
              k++) {
             target_t target = {.time_s = k * t, .penalty = aim(inter, k * t)};
             int at = count++;
-            for (; at > 0
+            for (; at > shares
                    && (targets[at - 1].penalty > target.penalty
                        || (targets[at - 1].penalty == target.penalty
                            && targets[at - 1].time_s > target.time_s));
@@ -207,16 +223,16 @@ list_targets(inter_t *inter, target_t targets[PLAN_CLASSES * TIMES_MOST])
     return count;
 }
 
-/* Leaves the chunks of the best target. */
+/* Leaves the micro-batches of the best target. */
 static dcp_status_t
 choose_target(inter_t *inter)
 {
     const dcp_plan_request_t *request = inter->problem->request;
-    target_t targets[PLAN_CLASSES * TIMES_MOST];
+    target_t targets[TARGETS_MOST];
     int count = list_targets(inter, targets);
     int64_t work = request->length_count + inter->used_count * (int64_t)request->world;
     int64_t tries = WORK_MOST / work;
-    tries = tries < 1 ? 1 : tries > TRIES_MOST ? TRIES_MOST : tries;
+    tries = tries < SHARES ? SHARES : tries > TRIES_MOST ? TRIES_MOST : tries;
     double least = INFINITY, best = 0, last = -1;
     for (int i = 0; i < count && tries > 0; i++) {
         if (targets[i].time_s == last) {
@@ -225,11 +241,11 @@ choose_target(inter_t *inter)
         last = targets[i].time_s;
         tries--;
         double makespan;
-        aim(inter, targets[i].time_s);
+        aim(inter, last);
         DCP_TRY(lay_out(inter, NULL, &makespan));
         if (makespan < least) {
             least = makespan;
-            best = targets[i].time_s;
+            best = last;
         }
     }
     aim(inter, best);

@@ -48,7 +48,7 @@ deal(const plan_problem_t *problem, plan_loads_t *loads, int64_t bag_count)
         loads->heap[b] = (plan_heap_item_t){.key = 0, .index = b};
     }
     for (int64_t i = 0; i < request->length_count; i++) {
-        int64_t item = loads->order[i];
+        int64_t item = problem->order[i];
         /* capacities are as the sizes, so occupancies compare as work over size */
         if (small != NULL && request->lengths[item] <= small->cap_tokens
             && small_work / small->setting.group
