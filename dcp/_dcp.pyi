@@ -177,6 +177,16 @@ def cost_memory(
     cost: tuple[float, ...], tokens: int, ranks: int, recompute: tuple[int, int], world: int, /
 ) -> int: ...
 def plan_strategies() -> tuple[str, ...]: ...
+def sim_run(
+    plan: dict[str, Any],
+    world: int,
+    rounds: bool,
+    jitter: float,
+    slowdown: NDArray[np.float64] | None,
+    seed: int,
+    step: int,
+    /,
+) -> dict[str, Any]: ...
 def kernel_run(op: str, fields: dict[str, Any], /) -> None: ...
 def layout_plan(
     sizes: Any, blocks: Any, ranks: int, unit: int, order: int
