@@ -133,6 +133,7 @@ class Model:
         scale: float = 1.0,
         row_ids: npt.ArrayLike | None = None,
         dropout_seed: int = 0,
+        recompute: tuple[int, int] = (0, 0),
     ) -> float: ...
     def loss(
         self,
@@ -153,7 +154,11 @@ def transformer1d_initial(
     config: Mapping[str, Any], index: int, seed: int, first: int, count: int, /
 ) -> NDArray[np.float32]: ...
 def transformer1d_activation_bytes(
-    config: Mapping[str, Any], token_count: int, thread_count: int, /
+    config: Mapping[str, Any],
+    token_count: int,
+    thread_count: int,
+    recompute: tuple[int, int] = (0, 0),
+    /,
 ) -> int: ...
 def plan(request: tuple[Any, ...], /) -> dict[str, Any]: ...
 def plan_verify(
