@@ -30,6 +30,7 @@ from dcp.planning import CostModel, Plan
 
 __all__ = [
     "DISTRIBUTIONS",
+    "PAPER",
     "PUBLISHED_INTER",
     "PUBLISHED_INTRA",
     "Distribution",

@@ -111,7 +111,7 @@ def plan_lines(plan: Any, *, width: int = 96) -> Any:
             label = str(bar.count) if bar.count > 1 else ""
             if label and stop - begin > len(label) + 1:
                 for i, letter in enumerate(label, begin + 1):
-                    row[i] = (letter, f"bold white on {colour}")
+                    row[i] = (letter, f"bold {'white' if colour in _DARK else 'black'} on {colour}")
         text.append(f"{rank:>{digits + 1}} ", "bright_black")
         for glyph, style in row:
             text.append(glyph, style)
@@ -125,6 +125,7 @@ def plan_lines(plan: Any, *, width: int = 96) -> Any:
 
 
 _TERMINAL = ("#35608d", "#2a788e", "#21918c", "#43bf71", "#a8db34", "#fde725")
+_DARK = _TERMINAL[:3]
 
 
 def plan_picture(plan: Any, *, ax: Any = None, title: str | None = None) -> Any:
@@ -172,16 +173,10 @@ def plan_picture(plan: Any, *, ax: Any = None, title: str | None = None) -> Any:
     for bar in picture.bars:
         fill = colours(norm(bar.longest))
         dark = sum(fill[:3]) < 1.45
-        style = {
-            "facecolor": fill,
-            "edgecolor": "white" if dark else "0.25",
-            "hatch": ("", "//", "//////")[bar.recompute],
-            "linewidth": 0.0,
-            "zorder": 2,
-        }
         box = (bar.start_s * scale, bar.first - 0.5), (bar.end_s - bar.start_s) * scale, bar.count
-        axes.add_patch(plt.Rectangle(*box, **style))
-        axes.add_patch(plt.Rectangle(*box, fill=False, edgecolor="white", lw=edge, zorder=3))
+        axes.add_patch(plt.Rectangle(*box, facecolor=fill, edgecolor="white", lw=edge, zorder=2))
+        if bar.recompute:
+            axes.add_patch(_hatch(plt, box, bar.recompute, (1, 1, 1, 0.6) if dark else _GREY))
         label = str(bar.sequences) + (f" on {bar.count}" if bar.count > 1 else "")
         if box[1] > 0.011 * end * (1 + len(label)) and world <= 48:
             axes.text(
@@ -193,14 +188,29 @@ def plan_picture(plan: Any, *, ax: Any = None, title: str | None = None) -> Any:
                 fontsize=7.5,
                 color="white" if dark else "black",
                 zorder=4,
+                bbox={"facecolor": fill, "edgecolor": "none", "pad": 0.8}
+                if bar.recompute
+                else None,
             )
     if picture.node_ranks and picture.node_ranks < world:
         for border in range(picture.node_ranks, world, picture.node_ranks):
-            axes.axhline(border - 0.5, color="0.35", lw=0.8, ls=(0, (4, 3)), zorder=5)
+            axes.axhline(border - 0.5, color="black", alpha=0.45, lw=0.6, ls=(0, (4, 4)), zorder=3)
     if picture.bound_s:
         axes.axvline(picture.bound_s * scale, color="#c53030", lw=1.1, ls=":", zorder=6)
     _dress_plan(axes, plt, picture, end, unit, title)
     return axes
+
+
+_GREY = (0.15, 0.15, 0.15, 0.45)
+
+
+def _hatch(plt: Any, box: Any, kind: int, colour: Any) -> Any:
+    """Thin lines over a block, denser where every layer is computed again."""
+    patch = plt.Rectangle(*box, fill=False, edgecolor=colour, lw=0.0, zorder=2.5)
+    patch.set_hatch(("", "//", "//////")[kind])
+    if hasattr(patch, "set_hatch_linewidth"):  # matplotlib 3.10
+        patch.set_hatch_linewidth(0.6)
+    return patch
 
 
 def _dress_plan(axes: Any, plt: Any, picture: _Picture, end: float, unit: str, title: Any) -> None:
@@ -212,8 +222,20 @@ def _dress_plan(axes: Any, plt: Any, picture: _Picture, end: float, unit: str, t
     axes.set_yticks(range(0, world, every), [f"rank {rank}" for rank in range(0, world, every)])
     axes.tick_params(axis="y", length=0, labelsize=8 if world > 12 else 9)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel(f"{unit} ({picture.kind})")
+    axes.set_xlabel(f"{unit} ({picture.kind})", loc="left")
     axes.set_title(title if title is not None else picture.title(), loc="left", fontsize=10)
+    kinds = sorted({bar.recompute for bar in picture.bars} - {0})
+    if kinds:
+        box = (0.0, 0.0), 1.0, 1.0
+        axes.legend(
+            [_hatch(plt, box, kind, "0.3") for kind in kinds],
+            [("", "recomputes some layers", "recomputes every layer")[kind] for kind in kinds],
+            loc="upper right",
+            bbox_to_anchor=(1.0, -0.02),
+            ncols=2,
+            frameon=False,
+            fontsize=8,
+        )
     if len({bar.longest for bar in picture.bars}) > 1:
         bar = axes.figure.colorbar(
             plt.cm.ScalarMappable(norm=picture.norm(), cmap="viridis"),
@@ -226,7 +248,7 @@ def _dress_plan(axes: Any, plt: Any, picture: _Picture, end: float, unit: str, t
         bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         bar.ax.tick_params(labelsize=8)
         bar.ax.minorticks_off()
-        bar.set_ticks(picture.ticks(5))
+        bar.set_ticks(picture.powers())
         bar.outline.set_visible(False)
 
 
@@ -286,7 +308,8 @@ class _Picture:
             own = [(batch["ranks"][0], len(batch["ranks"]), batch["start_s"], batch["end_s"])]
             mine = [lengths[i] for i in batch["sequences"]]
             about = (max(mine), len(mine), sum(mine), kind, again or "nothing")
-            bars += [_Bar(*box, *about) for box in (boxes[m] if boxes is not None else own)]
+            for first, count, start, end in boxes[m] if boxes is not None else own:
+                bars.append(_Bar(first, count, start, end, *about))
         world, end_s = document["world"], max((bar.end_s for bar in bars), default=0.0)
         busy = sum((bar.end_s - bar.start_s) * bar.count for bar in bars)
         bound = document.get("bound_s") if line is None else None
@@ -322,6 +345,13 @@ class _Picture:
         """Lengths from the least to the greatest, evenly by their logarithm."""
         low, high = self._range()
         return [round(low * (high / low) ** (i / (count - 1))) for i in range(count)]
+
+    def powers(self) -> list[int]:
+        """Powers of two between the least and the greatest length, at most eight."""
+        low, high = self._range()
+        found = [1 << i for i in range(math.ceil(math.log2(low)), int(math.log2(high)) + 1)]
+        every = math.ceil(len(found) / 8)
+        return found[::-1][:: every or 1] or self.ticks(2)
 
     def title(self) -> str:
         head = f"{self.strategy}: " if self.strategy else ""
@@ -426,7 +456,8 @@ _HTML_DEFS = (
     '<defs><pattern id="dcp-again-1" width="9" height="9" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><line y2="9" stroke="#fff" stroke-opacity=".75"/></pattern>'
     '<pattern id="dcp-again-2" width="4" height="4" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><line y2="4" stroke="#fff" stroke-opacity=".75"/></pattern></defs>'
+    'patternTransform="rotate(45)"><line y2="4" stroke="#fff" stroke-opacity=".75"/></pattern>'
+    "</defs>"
 )
 
 
