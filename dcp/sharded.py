@@ -96,6 +96,7 @@ class ShardedModel:
         initialise: bool = True,
         forward_only: bool = False,
         device: str = "cpu",
+        sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     ) -> None:
         self.config = config
         self.world = world
@@ -110,6 +111,7 @@ class ShardedModel:
             seed=seed,
             initialise=initialise,
             forward_only=forward_only,
+            sequence_parallel=("auto", "ulysses", "ring").index(sequence_parallel),
             frozen=np.array([name in self._frozen for name in self._names], np.uint8),
         )
         self._updates = 0

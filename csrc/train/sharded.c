@@ -7,7 +7,7 @@
  * so memory on a machine is 4 bytes a parameter for weights, 8 for moments, and 4 a
  * rank for gradients.
  */
-#include "train_private.h"
+#include "sequence.h"
 
 #include "dcp/alloc.h"
 
@@ -157,6 +157,7 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->device = device;
     sharded->pool = pool;
     sharded->tensor_count = dcp_model_tensor_count(config);
+    sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);
     if (status != DCP_OK) {
         dcp_comm_abort(comm, dcp_last_error());
@@ -174,6 +175,7 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
         return;
     }
     dcp_model_destroy(sharded->model);
+    sequence_pool_destroy(sharded->sequence_pool);
     for (int32_t i = SHARDED_BUFFERS - 1; i >= 0; i--) {
         dcp_dbuffer_destroy(sharded->buffers[i]);
     }

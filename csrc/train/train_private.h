@@ -16,6 +16,8 @@ typedef struct step_record {
     double loss;
 } step_record_t;
 
+typedef struct sequence_pool sequence_pool_t; /* sequence.h */
+
 struct dcp_sharded {
     dcp_comm_t *comm; /* borrowed */
     dcp_transformer1d_config_t config;
@@ -30,6 +32,8 @@ struct dcp_sharded {
     dcp_model_t *model;                      /* owned */
     step_record_t *records;                  /* owned, [ranks] */
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
+    dcp_sequence_kind_t sequence_kind;       /* how groups share attention */
+    sequence_pool_t *sequence_pool;          /* owned; NULL: no group so far */
 };
 
 /* Every rank's record to all, into sharded->records. */
