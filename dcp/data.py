@@ -133,6 +133,7 @@ class Documents:
         self.name, self.max_length, self.long = name, max_length, long
         self.vocab_size = vocab_size
         self._sources, self._labels = list(sources), None if labels is None else list(labels)
+        self._hashes: NDArray[np.uint64] | None = None
         given = [np.asarray(a, np.int64) for a in (source, start, length)]
         filled = given[2] > 0
         self._given = np.flatnonzero(filled)  # number of each document before empty ones left
@@ -247,6 +248,8 @@ class Documents:
         >>> bool(a == b), bool(a == c)
         (True, False)
         """
+        if self._hashes is not None:  # kept: ranks get them with the documents
+            return self._hashes
         out = np.empty(len(self._documents[0]), np.uint64)
         rows = zip(*(a.tolist() for a in self._documents), strict=True)
         for i, (source, start, length) in enumerate(rows):
@@ -254,6 +257,8 @@ class Documents:
             content = run.tobytes() if run.dtype == np.uint8 else _narrow(run)
             digest = hashlib.blake2b(content, digest_size=8).digest()
             out[i] = int.from_bytes(digest, "little")
+        out.flags.writeable = False
+        self._hashes = out
         return out
 
     def held_out(self, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -212,15 +212,16 @@ class Loader:
         Whether all tokens of a step count alike, or all sequences do.
     eval_share : float
         About how many of the documents are held out, by a hash of their content.
-    max_tokens : int, optional
-        Most tokens of one micro-batch.
+    max_tokens, max_group, rounds, fixed_group, fixed_recompute
+        As `dcp.plan`. With ``rounds=True`` every rank gets equally many micro-batches: those that
+        are missing are empty.
 
     Raises
     ------
     dcp.ArgumentError
         `tokens_per_step` below `dataset.max_length`, an unknown strategy or weighting.
     dcp.InfeasibleError
-        The longest sequence fits on no rank.
+        The longest sequence fits nowhere: index, length, bytes needed, and the world that would do.
 
     Examples
     --------
@@ -249,6 +250,10 @@ class Loader:
         weighting: Literal["token", "sequence"] = "token",
         eval_share: float = 0.01,
         max_tokens: int | None = None,
+        max_group: int | None = None,
+        rounds: bool = False,
+        fixed_group: int = 1,
+        fixed_recompute: str | Mapping[str, int] = "none",
     ) -> None:
         if weighting not in ("token", "sequence"):
             raise ArgumentError(f"weighting = {weighting!r} must be 'token' or 'sequence'")
@@ -261,7 +266,19 @@ class Loader:
         self.dataset, self.cost = dataset, cost
         self.rank, self.size = int(world.rank), int(world.size)
         self.tokens_per_step, self.strategy, self.seed = tokens_per_step, strategy, seed
-        self.memory_bytes, self.max_tokens = memory_bytes, max_tokens
+        self.memory_bytes, self.rounds = memory_bytes, bool(rounds)
+        self._options: dict[str, Any] = {
+            "world_size": self.size,
+            "memory_bytes": memory_bytes,
+            "strategy": strategy,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "longest": int(dataset.lengths.max()),
+            "max_group": max_group,
+            "rounds": self.rounds,
+            "fixed_group": fixed_group,
+            "fixed_recompute": fixed_recompute,
+        }
         self.weighting, self.eval_share = weighting, eval_share
         self._train, self._held_out = dataset.held_out(eval_share)
         self._sampler = Sampler(
@@ -273,25 +290,18 @@ class Loader:
 
     def _check_longest(self) -> None:
         """Whether every sequence fits is decided before the first step, not when it comes."""
-        longest = int(np.argmax(self.dataset.lengths))
+        lengths = self.dataset.lengths
+        longest = int(np.argmax(lengths))
         try:
-            self._plan(self.dataset.lengths[longest : longest + 1])
+            self._plan(lengths[longest : longest + 1])
         except InfeasibleError as error:
             raise InfeasibleError(
-                f"{self.dataset.name}: sequence {longest} fits nowhere, lower data.max_length or "
-                f"raise the memory cap ({error})"
+                f"{self.dataset.name}: sequence {longest} of {lengths[longest]} tokens fits "
+                f"nowhere, lower data.max_length or raise the memory cap ({error})"
             ) from error
 
     def _plan(self, lengths: NDArray[np.int64]) -> Plan:
-        return plan(
-            lengths,
-            self.cost,
-            world_size=self.size,
-            memory_bytes=self.memory_bytes,
-            strategy=self.strategy,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-        )
+        return plan(lengths, self.cost, **self._options)
 
     def __iter__(self) -> Iterator[Step]:
         """Steps from the loader's place on. A new iterator goes on where the last one stopped."""

@@ -116,12 +116,12 @@ panel_bytes(int64_t out, int64_t in)
 
 int64_t
 dcp_model_pass_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
-                     int32_t thread_count)
+                     const int32_t *recompute, int32_t thread_count)
 {
     dcp_pass_t pass;
     dcp_layer_t layer;
     dcp_linear_t *linears[DCP_LINEARS_PER_LAYER];
-    dcp_pass_layout(config, token_count, true, NULL, &pass);
+    dcp_pass_layout(config, token_count, true, recompute, NULL, &pass);
     int64_t bytes = (int64_t)sizeof(dcp_model_t) + OBJECT_BYTES
                     + config->num_hidden_layers * (int64_t)sizeof(dcp_layer_t);
     bytes += pass.bytes + dcp_model_staging_bytes(config, token_count);
@@ -139,7 +139,7 @@ dcp_model_pass_bytes(const dcp_transformer1d_config_t *config, int64_t token_cou
 
 int64_t
 dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                           int64_t token_count)
+                           int64_t token_count, const int32_t *recompute)
 {
-    return dcp_model_pass_bytes(config, token_count, dcp_core_count());
+    return dcp_model_pass_bytes(config, token_count, recompute, dcp_core_count());
 }

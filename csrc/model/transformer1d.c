@@ -424,25 +424,11 @@ run_loss(dcp_model_t *model, const dcp_batch_t *batch, bool training, double *lo
 }
 
 static dcp_status_t
-check_recompute(const dcp_model_t *model, const dcp_batch_t *batch)
-{
-    int64_t layers = batch->recompute[DCP_RECOMPUTE_LAYER];
-    int64_t mlps = batch->recompute[DCP_RECOMPUTE_MLP];
-    if (layers < 0 || mlps < 0 || layers + mlps > model->config.num_hidden_layers) {
-        return DCP_FAIL(DCP_ERR_ARG,
-                        "recompute = {layer: %" PRId64 ", mlp: %" PRId64
-                        "} must be counts >= 0 of at most %" PRId64 " layers together",
-                        layers, mlps, model->config.num_hidden_layers);
-    }
-    return DCP_OK;
-}
-
-static dcp_status_t
 pass_loss(dcp_model_t *model, const dcp_batch_t *batch, bool training, double *loss_p)
 {
     int64_t trained_count = 0;
     DCP_TRY(check_batch(model, batch, true, &trained_count));
-    DCP_TRY(check_recompute(model, batch));
+    DCP_TRY(dcp_transformer1d_check_recompute(&model->config, batch->recompute));
     bool joined = batch->attention != NULL || model->hooks.enter != NULL;
     if (trained_count == 0 && !joined) {
         return DCP_OK;

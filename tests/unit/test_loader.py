@@ -279,12 +279,38 @@ def test_bad_settings() -> None:
         loader(dataset, strategy="paked")
     with pytest.raises(dcp.ArgumentError, match="weighting"):
         loader(dataset, weighting="tokens")
-    with pytest.raises(dcp.InfeasibleError, match="sequence 1 fits nowhere"):
+    with pytest.raises(dcp.InfeasibleError, match="sequence 1 of 20 tokens fits nowhere"):
         loader(dataset, memory_bytes=1500)
     with pytest.raises(dcp.ArgumentError, match="tokens_per_step"):
         Sampler([5], tokens_per_step=4)
     with pytest.raises(dcp.ArgumentError, match="no sequence"):
         Sampler([], tokens_per_step=4)
+
+
+def test_the_planner_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options reach every plan of the run, and with them the longest sequence of the whole run."""
+    asked: list[dict[str, Any]] = []
+    real = planning.plan
+
+    def plan(lengths: Any, cost: Any, **options: Any) -> Any:
+        asked.append(options)
+        return real(lengths, cost, **options)
+
+    monkeypatch.setattr("dcp.loader.plan", plan)
+    dataset = corpus([9, 30, 5, 9, 9, 9], max_length=32)
+    given = {
+        "memory_bytes": 10**6,
+        "max_tokens": 40,
+        "max_group": 2,
+        "fixed_group": 1,
+        "fixed_recompute": "none",
+    }
+    for part in (take(loader(dataset, 1, 3, seed=4, tokens_per_step=32, **given), 3), []):
+        assert all(step.plan.options.longest == 30 for step in part)
+    assert len(asked) >= 4
+    for options in asked:
+        assert options.items() >= given.items() and options["longest"] == 30
+        assert options["world_size"] == 3 and options["seed"] == 4 and not options["rounds"]
 
 
 def test_micro_batches_keep_the_memory_cap() -> None:

@@ -170,6 +170,26 @@ def test_sequence_weighting_is_another_loss(text: Path, two_ranks: Any) -> None:
     assert losses(document)[0] == pytest.approx(losses(two_ranks)[0], rel=0.1)
 
 
+def test_compare_trains_each_on_the_same_sequences(text: Path, tmp_path: Path) -> None:
+    names = ["bucket", "packed"]
+    args = ("--ranks", 3, "--steps", 4, "--compare", ",".join(names), "--metrics", tmp_path)
+    document = train(text, *args)
+    runs = document["compare"]
+    assert [run["strategy"] for run in runs] == names and document["world"] == 3
+    alone = train(text, "--ranks", 3, "--steps", 4, "--strategy", "bucket")
+    assert set(alone) - {"schema", "command"} <= set(runs[0])
+    assert alone["parameters_sha256"] == runs[0]["parameters_sha256"], "a fresh model each time"
+    for run in runs:
+        assert losses(run) == pytest.approx(losses(runs[0]), rel=1e-5)
+        assert run["loss_difference"] <= 1e-5
+        same = [[s[key] for key in ("tokens", "sequences")] for s in run["steps"]]
+        assert same == [[s[key] for key in ("tokens", "sequences")] for s in runs[0]["steps"]]
+        assert {s["winner"] for s in run["steps"]} == {run["strategy"]}
+        lines = (tmp_path / run["strategy"] / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["kind"] for line in lines] == ["step"] * 4 + ["eval"]
+    assert runs[0]["steps"][0]["plan"] != runs[1]["steps"][0]["plan"]
+
+
 def test_memory_cap_too_small_is_refused(text: Path) -> None:
     message = train(text, "--ranks", 2, "--steps", 1, "--memory", "20kB", code=2)
     assert "memory" in message.lower()

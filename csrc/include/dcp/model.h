@@ -85,6 +85,9 @@ typedef struct dcp_model_hooks {
 
 /* Checks every field; names the Hugging Face key that breaks a rule. */
 dcp_status_t dcp_transformer1d_check(const dcp_transformer1d_config_t *config);
+/* Checks recompute counts, as in dcp_batch_t. */
+dcp_status_t dcp_transformer1d_check_recompute(const dcp_transformer1d_config_t *config,
+                                               const int32_t *recompute);
 
 int64_t dcp_model_tensor_count(const dcp_transformer1d_config_t *config);
 /* Tensor `index` in model order: embedding, layers, final norm, head (none where tied).
@@ -137,12 +140,14 @@ int64_t dcp_model_arena_bytes(const dcp_transformer1d_config_t *config,
                               const int32_t *recompute);
 /* Bytes that a forward and backward pass over a micro-batch of `token_count` tokens
  * holds at most beside weights and gradients, packed weights and the scratch of a CPU
- * pool of `thread_count` threads included; never less than what is really held. */
+ * pool of `thread_count` threads included; never less than what is really held.
+ * recompute as in dcp_batch_t, NULL: nothing. */
 int64_t dcp_model_pass_bytes(const dcp_transformer1d_config_t *config,
-                             int64_t token_count, int32_t thread_count);
+                             int64_t token_count, const int32_t *recompute,
+                             int32_t thread_count);
 /* The same for a pool of one thread a core. */
 int64_t dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                                   int64_t token_count);
+                                   int64_t token_count, const int32_t *recompute);
 
 #ifdef __cplusplus
 }
