@@ -196,9 +196,8 @@ int64_t
 dcp_model_arena_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
                       int32_t training, const int32_t *recompute)
 {
-    (void)recompute;
     dcp_pass_t pass;
-    dcp_pass_layout(config, token_count, training != 0, NULL, &pass);
+    dcp_pass_layout(config, token_count, training != 0, recompute, NULL, &pass);
     return pass.bytes;
 }
 

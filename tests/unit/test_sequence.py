@@ -115,7 +115,7 @@ def random_case(seed: int, world: int, **more) -> Case:
     config = make_config(
         heads,
         kv_heads,
-        num_hidden_layers=int(rng.integers(1, 3)),
+        num_hidden_layers=int(rng.integers(1, 4)),
         head_dim=2 * int(rng.integers(1, 6)),
         attention_bias=bool(rng.integers(2)),
         tie_word_embeddings=bool(rng.integers(2)),
@@ -125,6 +125,8 @@ def random_case(seed: int, world: int, **more) -> Case:
     for chosen in np.array_split(rng.permutation(len(lengths)), int(rng.integers(1, 5))):
         first = int(rng.integers(world))
         plan.append((first, int(rng.integers(1, world - first + 1)), chosen.tolist()))
+    layers = int(rng.integers(config.num_hidden_layers + 1))
+    more = {"recompute": (layers, int(rng.integers(config.num_hidden_layers - layers + 1)))} | more
     return make_case(
         config, lengths.tolist(), plan, seed=seed, weighted=bool(rng.integers(2)), **more
     )
