@@ -83,9 +83,9 @@ def choose_reduce(
     >>> choose_reduce([1] * 12, step, layer, world_size=4, memory_bytes=None)
     'step'
     """
-    for name, seconds in (("step_s", step_s), ("layer_s", layer_s)):
-        if not 0 <= seconds < math.inf:
-            raise ArgumentError(f"{name} = {seconds!r} must be finite and >= 0")
+    for name, value in (("step_s", step_s), ("layer_s", layer_s)):
+        if not 0 <= value < math.inf:
+            raise ArgumentError(f"{name} = {value!r} must be finite and >= 0")
     if memory_bytes is None:
         return "step"
     array = lengths_array(lengths)
