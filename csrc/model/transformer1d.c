@@ -62,6 +62,7 @@ dcp_model_create(const dcp_transformer1d_config_t *config,
     dcp_model_t *model = memory;
     model->config = *config;
     model->device = device;
+    model->pool = pool;
     model->tensor_count = dcp_model_tensor_count(config);
     status = dcp_alloc_array(config->num_hidden_layers, (int64_t)sizeof(dcp_layer_t),
                              "model layers", &memory);
