@@ -27,6 +27,9 @@ from dcp.reduction import choose_reduce
 from dcp.sharded import ShardedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import test_sequence
+from ref import Reference
 from test_promises import Case, MicroBatch, expected, make_case, worst_error
 
 MODES = [(True, "step"), (True, "layer"), (False, "step"), (False, "layer")]
@@ -443,3 +446,66 @@ def test_reduce_is_chosen_by_the_plans():
         choose(memory_bytes=50)
     with pytest.raises(dcp.ArgumentError, match="step_s"):
         choose(memory_bytes=50, step_s=-1.0)
+
+
+def group_rounds(case, world: int, rank: int) -> list[test_sequence.MicroBatch]:
+    """The micro-batches of a case of test_sequence, each as early as all its ranks are free."""
+    free, rounds = [0] * world, {}
+    for first, count, chosen in case.plan:
+        number = max(free[first : first + count])
+        free[first : first + count] = [number + 1] * count
+        if first <= rank < first + count:
+            rounds[number] = case.micro_batch(first, count, chosen)
+    empty = case.micro_batch(rank, 1, [])
+    return [rounds.get(number, empty) for number in range(max(free))]
+
+
+def group_gradients(world, cases):
+    out = []
+    for case in cases:
+        results = []
+        for windows, reduce in MODES:
+            with ShardedModel(
+                case.config,
+                world,
+                seed=3,
+                sequence_parallel=case.kind,
+                device=case.device,
+                windows=windows,
+                reduce=reduce,
+            ) as model:
+                tensors = {name: np.array(x) for name, x in model.parameters().items()}
+                batches = group_rounds(case, world.size, world.rank)
+                for _ in range(2):
+                    loss, grads = model.loss_and_gradients(
+                        batches, scale=case.scale, groups=case.groups
+                    )
+                judged = model.evaluate(batches, scale=case.scale, groups=case.groups)
+            results.append((loss, judged, grads if world.rank == 0 else None))
+        out.append((tensors if world.rank == 0 else None, results))
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=1, deadline=None)
+def test_groups_inside_rounds(world, seed):
+    """Promise 1 where ranks share sequences, side by side with others that do not, in every mode,
+    with recompute; groups with fewer rows than ranks, or none, too."""
+    device = "late" if world == 3 else "cpu"
+    cases = [test_sequence.random_case(seed + i, world, device=device) for i in range(6)]
+    ranks = dcp.launch(group_gradients, world, (cases,))
+    for i, case in enumerate(cases):
+        tensors, results = ranks[0][i]
+        whole = case.micro_batch(0, 1, list(range(len(case.sequences))))
+        judge_loss, judge = Reference(case.config, tensors).loss_and_gradients(
+            whole.tokens, whole.offsets, whole.labels, weights=whole.weights, scale=case.scale
+        )
+        for mode, (loss, judged, grads) in enumerate(results):
+            assert abs(loss - judge_loss) <= 1e-6 * max(abs(judge_loss), 1e-3)
+            assert abs(judged - judge_loss) <= 1e-6 * max(abs(judge_loss), 1e-3)
+            assert worst_error(grads, judge) <= 1e-5, (MODES[mode], case.config)
+            assert all(rank[i][1][mode][:2] == (loss, judged) for rank in ranks)
+        for with_windows, without in ((0, 2), (1, 3)):
+            for name, x in results[with_windows][2].items():
+                assert x.tobytes() == results[without][2][name].tobytes(), name
