@@ -472,16 +472,23 @@ def gpu_fields(shape: Shape, device: Device) -> dict[str, Any]:
     return fields | memory
 
 
-def host_fixed_fields(config: Transformer1D, reduce: str) -> dict[str, Any]:
-    """fp32 weights, gradients and AdamW's moments of dcp's own runtime, in bytes."""
+def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) -> dict[str, Any]:
+    """fp32 weights, gradients and AdamW's moments of dcp's own runtime, in bytes.
+
+    Beside shards a rank holds whole gradients, or whole groups of them, and without windows a whole
+    group of weights; a tied embedding has a place of its own, since the head uses it too.
+    """
     if reduce not in ("step", "layer"):
         raise ArgumentError(f"reduce = {reduce!r} must be 'step' or 'layer'")
     count = config.parameter_count()
-    if reduce == "step":
-        return {"fixed_bytes": 4.0 * count, "sharded_bytes": 12.0 * count}
     sizes = {name: math.prod(shape) for name, shape in config.tensors()}
-    largest = max(sum(sizes[name] for name in names) for _, names in config.groups())
-    return {"fixed_bytes": 8.0 * largest, "sharded_bytes": 16.0 * count}
+    groups = [sum(sizes[name] for name in names) for _, names in config.groups()]
+    embedding = groups.pop(0) if config.tie_word_embeddings else 0
+    gathered = 0 if windows else max(groups) + embedding
+    if reduce == "step":
+        return {"fixed_bytes": 4.0 * (count + gathered), "sharded_bytes": 12.0 * count}
+    whole = (2 if windows else 1) * max(groups) + embedding
+    return {"fixed_bytes": 4.0 * (whole + gathered), "sharded_bytes": 16.0 * count}
 
 
 def host_group_token_bytes(shape: Shape) -> float:
