@@ -46,7 +46,7 @@ _HOME = {
     "Loader": "dcp.loader",
     "Trainer": "dcp.trainer",
 }
-_MODULES = {"data", "ops", "optim"}
+_MODULES = {"data", "ops", "optim", "simulate"}
 
 __all__ = ["__version__", *sorted(_HOME), *sorted(_MODULES)]
 

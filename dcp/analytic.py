@@ -13,7 +13,6 @@ import difflib
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -485,13 +484,10 @@ def host_fixed_fields(config: Transformer1D, reduce: str) -> dict[str, Any]:
     return {"fixed_bytes": 8.0 * largest, "sharded_bytes": 16.0 * count}
 
 
-def fit_line(held: Callable[[int], int]) -> tuple[float, float]:
-    """(bytes at once, bytes per token) of a line that is nowhere below `held` at the probes."""
-    probes = [1, 256, 1024, 4096, 16384, 65536]
-    values = [float(held(p)) for p in probes]
-    slope = max(
-        (values[i + 1] - values[i]) / (probes[i + 1] - probes[i]) for i in range(1, len(probes) - 1)
-    )
-    slope = max(slope, 0.0)
-    base = max(v - slope * p for p, v in zip(probes, values, strict=True))
-    return max(base, 0.0), slope
+def host_group_token_bytes(shape: Shape) -> float:
+    """Bytes that each rank of a group holds for every token of the group, whoever computes it.
+
+    Ring attention reads the peers' keys and values in place; each rank then holds its own partial
+    gradients of one layer's keys and values for all of the group's tokens, in fp32.
+    """
+    return 2.0 * shape.key_width * 4

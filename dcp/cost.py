@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dcp import _dcp, analytic
+from dcp import _dcp, _env, analytic, fitting
 from dcp._dcp import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ __all__ = ["CostModel"]
 SCHEMA = 1
 _TIERED = ("group_s", "hop_s", "gather_s", "exchange_s")  # (inside a node, across nodes)
 _INTEGERS = ("logit_chunk_tokens", "layer_count", "node_ranks")
-_LABELS = ("name", "model")  # what the core does not read
+_LABELS = ("name", "model", "step_s", "measured", "residuals")  # what the core does not read
 KINDS = ("layer", "mlp")  # block kinds whose layers may be recomputed, in the core's order
 
 
@@ -80,6 +80,90 @@ def lengths_array(lengths: ArrayLike) -> NDArray[np.int64]:
     """Lengths of any integer kind as they are; an empty list as int64."""
     array = np.asarray(lengths)
     return array.astype(np.int64) if array.size == 0 and array.ndim == 1 else array
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a cost model's times were fitted to.
+
+    Attributes
+    ----------
+    tokens : tuple of two int
+        Least and most tokens of a micro-batch on each of its ranks.
+    longest : int
+        Longest sequence.
+    ranks : tuple of int
+        Sizes of groups, ascending.
+    recompute : tuple of str
+        Block kinds that were recomputed.
+
+    Examples
+    --------
+    >>> from dcp.cost import Measured
+    >>> Measured(tokens=(64, 8192), longest=4096, ranks=(1, 2), recompute=("layer",)).ranks
+    (1, 2)
+    """
+
+    tokens: tuple[int, int]
+    longest: int
+    ranks: tuple[int, ...] = (1,)
+    recompute: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Measured:
+        """Read what `dataclasses.asdict` wrote."""
+        low, high = document["tokens"]
+        return cls(
+            tokens=(operator.index(low), operator.index(high)),
+            longest=operator.index(document["longest"]),
+            ranks=tuple(operator.index(r) for r in document["ranks"]),
+            recompute=tuple(str(kind) for kind in document["recompute"]),
+        )
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One measured step against its prediction.
+
+    Attributes
+    ----------
+    sequences, tokens, squares : int
+        Of one of its equal micro-batches: count, sum of lengths, sum of squared lengths.
+    micro_batches : int
+        One after the other, on each rank.
+    ranks : int
+        That share a micro-batch.
+    recompute : tuple of two int
+        Layers and MLPs.
+    layers : int
+        Depth of the model that ran.
+    measured_s, predicted_s : float
+    held_out : bool
+        Was not used in the fit.
+
+    Examples
+    --------
+    >>> from dcp.cost import Residual
+    >>> row = Residual(1, 512, 512 * 512, 1, 1, (0, 0), 2, measured_s=2.0, predicted_s=1.8)
+    >>> round(row.error, 3)
+    -0.1
+    """
+
+    sequences: int
+    tokens: int
+    squares: int
+    micro_batches: int
+    ranks: int
+    recompute: tuple[int, int]
+    layers: int
+    measured_s: float
+    predicted_s: float
+    held_out: bool = False
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
@@ -141,6 +225,13 @@ class CostModel:
         Where the figures come from; for people.
     model : str
         Fingerprint of the model's shape; empty: any model.
+    step_s : float
+        What every plan pays once a step: packing weights, reduction, update. Plans leave it out;
+        predictions of whole steps add it.
+    measured : Measured, optional
+        What was measured, where anything was; see `beyond`.
+    residuals : tuple of Residual
+        Measured against predicted steps.
 
     Examples
     --------
@@ -176,6 +267,9 @@ class CostModel:
     node_ranks: int = 0
     name: str = ""
     model: str = ""
+    step_s: float = 0.0
+    measured: Measured | None = None
+    residuals: tuple[Residual, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -191,6 +285,9 @@ class CostModel:
                 object.__setattr__(self, field.name, pair)
             else:
                 object.__setattr__(self, field.name, _number(field.name, value))
+        step = _number("step_s", self.step_s)
+        if not step >= 0 or not math.isfinite(step):
+            raise ArgumentError(f"cost.step_s = {step:g} must be finite and >= 0")
         _dcp.cost_time(self._core(), 0, 0.0, 0, 1, (0, 0))  # checks every rule
 
     @classmethod
@@ -201,7 +298,8 @@ class CostModel:
         device: str | Device = "cpu",
         flops_per_s: float | None = None,
         bytes_per_s: float | None = None,
-        activation_bytes: Callable[[int], int] | None = None,
+        activation_bytes: Callable[[int, tuple[int, int]], int] | None = None,
+        threads: int | None = None,
         reduce: str = "step",
     ) -> CostModel:
         """Reckon the cost of training a model with dcp's own runtime on the CPU.
@@ -220,8 +318,11 @@ class CostModel:
         bytes_per_s : float, optional
             Instead of the device's speed of memory.
         activation_bytes : callable, optional
-            Bytes that a micro-batch of so many tokens holds beside weights and gradients; default
-            `config.activation_bytes`.
+            (tokens, (layers, MLPs) recomputed) -> bytes that a micro-batch holds beside weights and
+            gradients; default: what the core reckons.
+        threads : int, optional
+            That compute on a rank; None: ``DCP_NUM_THREADS``, which ranks that dcp launches have,
+            or one a core.
         reduce : str
             "step": each rank holds a whole buffer of fp32 gradients and reduces it once a step.
             "layer": gradients are cut over the ranks, and two buffers of the largest group of
@@ -252,13 +353,21 @@ class CostModel:
         if bytes_per_s is not None:
             rates["bytes_per_s"] = float(bytes_per_s)
         chosen, shape = analytic.device_named(device, **rates), analytic.Shape.of(config)
-        scratch, per_token = analytic.fit_line(activation_bytes or config.activation_bytes)
+        thread_count = _env.thread_count(1) if threads is None else threads
+
+        def held(tokens: int, recompute: tuple[int, int]) -> int:
+            return config.activation_bytes(tokens, threads=thread_count, recompute=recompute)
+
         return cls(
             **analytic.time_fields(shape, chosen),
             **analytic.group_fields(shape, chosen),
             **analytic.host_fixed_fields(config, reduce),
-            scratch_bytes=scratch,
-            token_bytes=per_token,
+            **fitting.fit_memory(
+                activation_bytes or held,
+                shape.layers,
+                fitting.memory_probes(config.max_position_embeddings),
+            ),
+            group_token_bytes=analytic.host_group_token_bytes(shape),
             name=f"{_label(shape)} on {chosen.name}",
             model=shape.fingerprint,
         )
@@ -411,6 +520,60 @@ class CostModel:
         counts = recompute_counts(recompute, self.layer_count)
         return int(_dcp.cost_memory(self._core(), tokens, count, counts, world_size))
 
+    def beyond(
+        self,
+        lengths: ArrayLike,
+        ranks: int | Iterable[int] = 1,
+        recompute: str | Mapping[str, int] = "none",
+    ) -> list[str]:
+        """Why this micro-batch lies outside of what was measured; empty where it does not.
+
+        Parameters
+        ----------
+        lengths, ranks, recompute
+            As in `time`.
+
+        Returns
+        -------
+        list of str
+            Nothing, too, where nothing was measured and so nothing can be beyond it: `measured` is
+            None.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from dcp.cost import Measured
+        >>> seen = Measured(tokens=(64, 8192), longest=4096)
+        >>> cost = dcp.CostModel(token_s=1e-6, measured=seen)
+        >>> cost.beyond([1000, 2000])
+        []
+        >>> cost.beyond([5000], ranks=2)[0]
+        'a sequence of 5000 tokens: at most 4096 were measured'
+        """
+        seen = self.measured
+        if seen is None:
+            return []
+        tokens, _ = _sums(lengths)
+        _, count = _group(ranks)
+        counts = recompute_counts(recompute, self.layer_count)
+        longest = int(np.max(lengths)) if np.size(lengths) else 0
+        share = -(-tokens // max(count, 1))
+        reasons = []
+        if longest > seen.longest:
+            reasons.append(f"a sequence of {longest} tokens: at most {seen.longest} were measured")
+        if tokens > 0 and not seen.tokens[0] <= share <= seen.tokens[1]:
+            reasons.append(
+                f"{share} tokens on each rank: {seen.tokens[0]} to {seen.tokens[1]} were measured"
+            )
+        if count not in seen.ranks:
+            reasons.append(f"a group of {count} ranks: {list(seen.ranks)} were measured")
+        reasons += [
+            f"{kind} recompute: not measured"
+            for kind, n in zip(KINDS, counts, strict=True)
+            if n > 0 and kind not in seen.recompute
+        ]
+        return reasons
+
     def to_json(self) -> dict[str, Any]:
         """The model as a JSON object.
 
@@ -438,12 +601,23 @@ class CostModel:
         1e-06
         """
         check_schema(document, "cost model")
-        fields = {k: v for k, v in document.items() if k not in ("schema", "kind")}
+        fields = {k: v for k, v in document.items() if k not in ("schema", "kind", "command")}
         unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise ArgumentError(f"cost model has unknown fields {sorted(unknown)}")
         values: dict[str, Any] = {k: tuple(v) if k in _TIERED else v for k, v in fields.items()}
-        return cls(**values)
+        try:
+            if values.get("measured") is not None:
+                values["measured"] = Measured.from_json(values["measured"])
+            rows = values.get("residuals", ())
+            values["residuals"] = tuple(
+                Residual(**{**row, "recompute": tuple(row["recompute"])}) for row in rows
+            )
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, _dcp.Error):
+                raise
+            raise ArgumentError(f"cost model has a field of the wrong kind: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file.

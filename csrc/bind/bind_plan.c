@@ -259,7 +259,11 @@ parsed_plan_init(parsed_plan_t *parsed, PyObject *dict)
     plan->end_s = PyArray_DATA(parsed->arrays[6]);
     plan->bytes = PyArray_DATA(parsed->arrays[7]);
     plan->round = PyArray_DATA(parsed->arrays[8]);
-    plan->winner = "";
+    PyObject *winner = PyDict_GetItemString(dict, "winner"); /* borrowed, dict lives */
+    plan->winner = winner != NULL ? PyUnicode_AsUTF8(winner) : "";
+    if (plan->winner == NULL) {
+        goto fail;
+    }
     return 0;
 
 fail:

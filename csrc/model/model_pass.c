@@ -10,6 +10,10 @@
  * one place, as does gate and up of recomputed MLPs. The last layer to write there
  * leaves its arrays for the backward pass, which begins with it.
  *
+ * Everything grows and stays, yet all of it together is never more than one pass was to
+ * hold: a long micro-batch that recomputes much and a short one that recomputes nothing
+ * would else leave the scratch of the one beside the arena of the other.
+ *
  * What the batch does not say in the device's words is derived in host memory
  * ("staging"): positions inside sequences, offsets without empty sequences (so that
  * they number T at most), row numbers for dropout. */
@@ -353,6 +357,34 @@ send_batch(dcp_model_t *model, const dcp_batch_t *batch, dcp_pass_t *pass)
     return DCP_OK;
 }
 
+/* Frees what former passes left where it and this pass's own need would pass what any
+ * pass was to hold. The queue is idle. */
+static void
+make_room(dcp_model_t *model, int64_t token_count, int64_t arena_bytes)
+{
+    int64_t row_bytes = model->config.head_dim * (int64_t)sizeof(float);
+    int64_t wanted =
+        dcp_model_beside_bytes(&model->config, token_count, dcp_pool_size(model->pool));
+    int64_t held = model->staging_bytes + model->rope_rows * row_bytes
+                   + dcp_pool_scratch_bytes(model->pool);
+    int64_t arena = max_i64(arena_bytes, model->arena_bytes);
+    int64_t most = max_i64(model->promised_bytes, arena_bytes + wanted);
+    model->promised_bytes = most;
+    if (arena + max_i64(held, wanted) <= most) {
+        return;
+    }
+    dcp_pool_trim(model->pool);
+    dcp_free(model->staging);
+    model->staging = NULL;
+    model->staging_bytes = 0;
+    model->device->free(model->queue, model->rope_table);
+    model->rope_table = NULL;
+    model->rope_rows = 0;
+    if (arena + wanted > most && !model->arena_lent) {
+        dcp_model_set_arena(model, NULL, 0);
+    }
+}
+
 dcp_status_t
 dcp_pass_begin(dcp_model_t *model, const dcp_batch_t *batch, bool training,
                dcp_pass_t *pass_p)
@@ -360,6 +392,7 @@ dcp_pass_begin(dcp_model_t *model, const dcp_batch_t *batch, bool training,
     dcp_pass_t pass;
     dcp_pass_layout(&model->config, batch->token_count, training, batch->recompute,
                     NULL, &pass);
+    make_room(model, batch->token_count, pass.bytes);
     DCP_TRY(grow_device(model, &model->arena, &model->arena_bytes, pass.bytes,
                         "activations of a micro-batch"));
     DCP_TRY(grow_staging(model,

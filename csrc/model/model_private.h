@@ -112,6 +112,7 @@ typedef struct dcp_kept {
 struct dcp_model {
     dcp_transformer1d_config_t config;
     const dcp_device_ops_t *device; /* borrowed */
+    dcp_pool_t *pool;               /* borrowed */
     dcp_queue_t *queue;             /* owned */
     int64_t tensor_count;
     bool bound, trainable; /* weights are bound; gradients too */
@@ -119,6 +120,7 @@ struct dcp_model {
     float *dembedding, *dfinal_norm;
     dcp_layer_t *layers; /* owned, [num_hidden_layers] */
     dcp_linear_t head;   /* the embedding where tied */
+    int64_t panel_layer; /* has the packed copies, where only one layer's are kept */
     void *arena;         /* device; owned unless `arena_lent`; NULL: none yet */
     int64_t arena_bytes;
     bool arena_lent;
@@ -127,6 +129,8 @@ struct dcp_model {
     int64_t rope_rows;
     void *staging; /* owned, host: what a pass derives from the batch */
     int64_t staging_bytes;
+    int64_t promised_bytes; /* most that any pass so far was to hold of what grows:
+                               arena, staging, rope table, the pool's scratch */
 };
 
 /* Lays out one pass over `token_count` tokens from `arena` (NULL: only measures), with
@@ -144,6 +148,9 @@ int64_t dcp_model_rope_rows(const dcp_transformer1d_config_t *config, int64_t le
 int64_t dcp_model_logits_stride(const dcp_transformer1d_config_t *config);
 int64_t dcp_model_staging_bytes(const dcp_transformer1d_config_t *config,
                                 int64_t token_count);
+/* Most that a pass holds of what grows with its tokens and is not in the arena. */
+int64_t dcp_model_beside_bytes(const dcp_transformer1d_config_t *config,
+                               int64_t token_count, int32_t thread_count);
 
 /* Makes the arena, the staging memory and the rope table large enough, lays out the
  * pass and sends the batch to the device. The batch has been checked. */

@@ -4,15 +4,19 @@
  * granted, so a plan edited by hand, damaged on the way or made by a faulty strategy is
  * found here and not as a wrong gradient. The order of groups is acyclic because the
  * starts are one global clock: on no rank does a micro-batch start before the one
- * listed before it there has ended, so following the list never waits in a circle.
+ * listed before it there has ended, so following the list never waits in a circle. In
+ * rounds, those of one round share no rank and start together when the longest of the
+ * round before has ended; a rank without one joins with zero weight, so all ranks run
+ * equally many.
  * Cost: O(micro-batches + sequences + ranks).
  */
-#include "dcp/plan.h"
+#include "plan_draft.h"
 
 #include "dcp/alloc.h"
 
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 #define BROKEN(rule, ...) \
     DCP_FAIL(DCP_ERR_ARG, "plan breaks the rule '" rule "': " __VA_ARGS__)
@@ -20,11 +24,14 @@
 static const double time_tolerance = 1e-9; /* relative: for numbers read from text */
 
 typedef struct check {
+    const plan_problem_t *problem;
     const dcp_plan_request_t *request;
     const dcp_plan_t *plan;
-    double *busy_until_s; /* [world] */
-    int64_t *last_user;   /* [world] micro-batch that last named the rank, + 1 */
-    int64_t *computed_by; /* [length_count] micro-batch, + 1; 0: none yet */
+    double *busy_until_s;  /* [world] */
+    int64_t *last_user;    /* [world] micro-batch that last named the rank, + 1 */
+    int64_t *last_round;   /* [world] round of the rank's last micro-batch, + 1 */
+    double *round_start_s; /* [micro_batch_count] in rounds */
+    int64_t *computed_by;  /* [length_count] micro-batch, + 1; 0: none yet */
 } check_t;
 
 static int
@@ -69,6 +76,11 @@ check_ranks(const check_t *check, int64_t m)
                           "micro_batches[%" PRId64 "] names rank %d twice", m, rank);
         }
         check->last_user[rank] = m + 1;
+        if (i > plan->rank_offsets[m] && rank != plan->ranks[i - 1] + 1) {
+            return BROKEN("ranks are consecutive and ascending",
+                          "micro_batches[%" PRId64 "] names rank %d after rank %d", m,
+                          rank, plan->ranks[i - 1]);
+        }
     }
     return DCP_OK;
 }
@@ -105,15 +117,36 @@ check_sequences(const check_t *check, int64_t m, int64_t *tokens_p, double *squa
 }
 
 static dcp_status_t
+check_recompute(const check_t *check, int64_t m)
+{
+    const int32_t *counts = check->plan->recompute + m * DCP_RECOMPUTE_KINDS;
+    int64_t layers = counts[DCP_RECOMPUTE_LAYER], mlps = counts[DCP_RECOMPUTE_MLP];
+    int64_t most = check->request->cost.layer_count;
+    if (layers < 0 || mlps < 0 || layers + mlps > most) {
+        return BROKEN("recompute counts within the layers",
+                      "micro_batches[%" PRId64 "] recomputes {layer: %" PRId64
+                      ", mlp: %" PRId64 "} of %" PRId64 " layers",
+                      m, layers, mlps, most);
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
 check_memory(const check_t *check, int64_t m, int64_t tokens)
 {
     const dcp_plan_request_t *request = check->request;
     const dcp_plan_t *plan = check->plan;
-    int64_t bytes;
-    DCP_TRY(dcp_cost_memory(
-        &request->cost, tokens,
-        (int32_t)(plan->rank_offsets[m + 1] - plan->rank_offsets[m]),
-        plan->recompute + m * DCP_RECOMPUTE_KINDS, request->world, &bytes));
+    int64_t bytes, ranks = plan->rank_offsets[m + 1] - plan->rank_offsets[m];
+    int64_t rows = tokens / ranks + (tokens % ranks != 0);
+    if (rows > check->problem->row_cap) {
+        return BROKEN("tokens under the cap",
+                      "micro_batches[%" PRId64 "] has %" PRId64
+                      " tokens on each rank, the cap is %" PRId64,
+                      m, rows, check->problem->row_cap);
+    }
+    DCP_TRY(dcp_cost_memory(&request->cost, tokens, (int32_t)ranks,
+                            plan->recompute + m * DCP_RECOMPUTE_KINDS, request->world,
+                            &bytes));
     if (request->memory_bytes > 0 && bytes > request->memory_bytes) {
         return BROKEN("memory under the cap",
                       "micro_batches[%" PRId64 "] needs %" PRId64
@@ -161,6 +194,71 @@ check_times(const check_t *check, int64_t m, int64_t tokens, double squares)
     return DCP_OK;
 }
 
+/* Starts of the rounds from the ends that the plan claims; those are checked later. */
+static dcp_status_t
+find_rounds(check_t *check)
+{
+    const dcp_plan_t *plan = check->plan;
+    int64_t count = plan->micro_batch_count;
+    double *longest = check->round_start_s;
+    for (int64_t m = 0; m < count; m++) {
+        if (plan->round[m] < 0 || plan->round[m] >= count) {
+            return BROKEN("rounds count from 0",
+                          "micro_batches[%" PRId64 "].round is %d, of %" PRId64
+                          " micro-batches",
+                          m, plan->round[m], count);
+        }
+        double *most = &longest[plan->round[m]];
+        *most = fmax(*most, plan->end_s[m] - plan->start_s[m]);
+    }
+    double start = 0;
+    for (int64_t r = 0; r < count; r++) {
+        double lasts = longest[r];
+        longest[r] = start;
+        start += lasts;
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
+check_round(const check_t *check, int64_t m)
+{
+    const dcp_plan_t *plan = check->plan;
+    int32_t round = plan->round[m];
+    if (check->request->rounds == 0) {
+        return round == 0 ? DCP_OK
+                          : BROKEN("rounds only where ranks move together",
+                                   "micro_batches[%" PRId64 "].round is %d", m, round);
+    }
+    for (int64_t i = plan->rank_offsets[m]; i < plan->rank_offsets[m + 1]; i++) {
+        int32_t rank = plan->ranks[i];
+        if (check->last_round[rank] > round) {
+            return BROKEN("one micro-batch a rank and round",
+                          "rank %d has round %d after round %" PRId64, rank, round,
+                          check->last_round[rank] - 1);
+        }
+        check->last_round[rank] = round + 1;
+    }
+    double start = check->round_start_s[round];
+    if (differs(plan->start_s[m], start)) {
+        return BROKEN("a round starts when the longest of the one before has ended",
+                      "micro_batches[%" PRId64 "] starts at %.9g s, round %d at %.9g s",
+                      m, plan->start_s[m], round, start);
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
+check_winner(const dcp_plan_t *plan)
+{
+    for (int64_t i = 0; i < dcp_plan_strategy_count(); i++) {
+        if (strcmp(plan->winner, dcp_plan_strategy_name(i)) == 0) {
+            return DCP_OK;
+        }
+    }
+    return BROKEN("the winner is a strategy", "winner is '%.60s'", plan->winner);
+}
+
 static dcp_status_t
 check_totals(const check_t *check)
 {
@@ -180,7 +278,7 @@ check_totals(const check_t *check)
                       "makespan_s is %.9g, the last ends at %.9g s", plan->makespan_s,
                       last);
     }
-    double bound = dcp_plan_bound(check->request);
+    double bound = check->problem->bound_s;
     if (differs(plan->bound_s, bound)) {
         return BROKEN("bound as the cost model says",
                       "bound_s is %.9g, the model says %.9g", plan->bound_s, bound);
@@ -189,35 +287,64 @@ check_totals(const check_t *check)
 }
 
 static dcp_status_t
-check_all(const check_t *check)
+check_all(check_t *check)
 {
     DCP_TRY(check_lists(check->plan));
+    if (check->request->rounds != 0) {
+        DCP_TRY(find_rounds(check));
+    }
+    DCP_TRY(check_winner(check->plan));
     for (int64_t m = 0; m < check->plan->micro_batch_count; m++) {
         int64_t tokens = 0;
         double squares = 0;
         DCP_TRY(check_ranks(check, m));
         DCP_TRY(check_sequences(check, m, &tokens, &squares));
+        DCP_TRY(check_recompute(check, m));
         DCP_TRY(check_memory(check, m, tokens));
+        DCP_TRY(check_round(check, m));
         DCP_TRY(check_times(check, m, tokens, squares));
     }
     return check_totals(check);
 }
 
 dcp_status_t
-dcp_plan_verify(const dcp_plan_request_t *request, const dcp_plan_t *plan)
+plan_verify(const plan_problem_t *problem, const dcp_plan_t *plan)
 {
-    DCP_TRY(dcp_plan_check(request));
+    const dcp_plan_request_t *request = problem->request;
     int64_t world = request->world, n = request->length_count;
+    int64_t batches = plan->micro_batch_count > 0 ? plan->micro_batch_count : 0;
     void *memory;
-    DCP_TRY(dcp_alloc_zeroed((2 * world + n) * 8, "the plan's proof", &memory));
+    DCP_TRY(
+        dcp_alloc_zeroed((3 * world + n + batches) * 8, "the plan's proof", &memory));
+    int64_t *words = memory;
     check_t check = {
+        .problem = problem,
         .request = request,
         .plan = plan,
         .busy_until_s = memory,
-        .last_user = (int64_t *)memory + world,
-        .computed_by = (int64_t *)memory + 2 * world,
+        .last_user = words + world,
+        .last_round = words + 2 * world,
+        .computed_by = words + 3 * world,
+        .round_start_s = (double *)memory + 3 * world + n,
     };
     dcp_status_t status = check_all(&check);
     dcp_free(memory);
+    return status;
+}
+
+dcp_status_t
+dcp_plan_verify(const dcp_plan_request_t *request, const dcp_plan_t *plan)
+{
+    DCP_TRY(dcp_plan_check(request));
+    plan_problem_t problem;
+    DCP_TRY(plan_problem_init(request, &problem));
+    dcp_status_t status = plan_check_fits(&problem);
+    if (status == DCP_OK) {
+        status = plan_bound(&problem, &problem.bound_s);
+    }
+    if (status == DCP_OK) {
+        status = plan_verify(&problem, plan);
+    }
+    plan_problem_fini(&problem);
     return status;
 }

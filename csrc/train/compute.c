@@ -5,8 +5,6 @@
 
 #include "dcp/clock.h"
 
-#include <string.h>
-
 dcp_status_t
 train_gather_records(dcp_sharded_t *sharded, const step_record_t *own)
 {
@@ -30,15 +28,14 @@ train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy
               double *loss_p)
 {
     int64_t start = dcp_clock_ns();
-    memset(dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]), 0,
-           (size_t)dcp_dbuffer_layout_elements(sharded->layout) * sizeof(float));
+    dcp_dbuffer_zero(sharded->buffers[DCP_SHARDED_GRADIENTS]);
     step_record_t own = {.step = args->step, .batch_count = args->batch_count};
     for (int64_t i = 0; i < args->batch_count; i++) {
         DCP_TRY(check_alone(&args->batches[i]));
         DCP_TRY(dcp_model_forward_backward(sharded->model, &args->batches[i].batch,
                                            &own.loss));
     }
-    own.busy_ns = dcp_clock_ns() - start;
+    own.busy_ns = dcp_clock_ns() - start - sharded->hook_ns;
     DCP_TRY(train_gather_records(sharded, &own));
     double loss = 0;
     for (int32_t rank = 0; rank < dcp_comm_size(sharded->comm); rank++) {

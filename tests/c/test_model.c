@@ -286,6 +286,51 @@ test_bytes_of_many_shapes(void)
     }
 }
 
+/* A long pass that drops everything leaves much scratch, a short one that drops nothing
+ * a large arena; one model that runs them by turns holds no more than either was to
+ * hold. */
+static void
+test_bytes_of_alternating_passes(void)
+{
+    enum { LONG = 6000 };
+    dcp_transformer1d_config_t shape = config;
+    shape.max_position_embeddings = LONG;
+    bench_t bench;
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    static int32_t ids[LONG];
+    int64_t starts[2] = {0, LONG};
+    bench_init(&bench, &shape);
+    CHECK_OK(dcp_pool_create(2, &pool));
+    int64_t before = dcp_alloc_held_bytes();
+    CHECK_OK(dcp_model_create(&shape, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+    dcp_batch_t one = {.token_count = LONG,
+                       .sequence_count = 1,
+                       .tokens = ids,
+                       .offsets = starts,
+                       .labels = ids,
+                       .scale = 1};
+    const int32_t full[DCP_RECOMPUTE_KINDS] = {3, 0};
+    int64_t promised = dcp_model_pass_bytes(&shape, LONG, full, 2);
+    int64_t count = LONG;
+    while (dcp_model_pass_bytes(&shape, count, NULL, 2) > promised) {
+        count--;
+    }
+    CHECK(count > LONG / 4);
+    dcp_alloc_reset_peak();
+    double loss = 0;
+    for (int i = 0; i < 4; i++) {
+        one.token_count = starts[1] = i % 2 == 0 ? LONG : count;
+        one.recompute[DCP_RECOMPUTE_LAYER] = i % 2 == 0 ? 3 : 0;
+        CHECK_OK(dcp_model_forward_backward(model, &one, &loss));
+        CHECK(dcp_alloc_peak_bytes() - before <= promised);
+    }
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
+}
+
 static void
 expect(dcp_model_t *model, const dcp_batch_t *bad, const char *words)
 {
@@ -487,6 +532,7 @@ main(void)
     test_recovers();
     test_bytes();
     test_bytes_of_many_shapes();
+    test_bytes_of_alternating_passes();
     test_bad_batches();
     test_frozen();
     return check_finish();

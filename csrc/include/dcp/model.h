@@ -114,6 +114,9 @@ dcp_status_t dcp_model_bind(dcp_model_t *model, float *const *weights,
                             float *const *gradients);
 /* The weights' values changed: packed copies are stale. */
 void dcp_model_weights_changed(dcp_model_t *model);
+/* The same of one group, whose weights came to lie where they are bound, over those of
+ * another layer: only one layer's packed copies are kept in memory from now on. */
+void dcp_model_group_changed(dcp_model_t *model, int32_t group);
 
 /* hooks NULL: none; else copied. */
 void dcp_model_set_hooks(dcp_model_t *model, const dcp_model_hooks_t *hooks);
@@ -124,7 +127,8 @@ dcp_status_t dcp_model_walk(dcp_model_t *model, int32_t training);
  * fail where it is too small; NULL: in memory of the model's own. */
 void dcp_model_set_arena(dcp_model_t *model, void *arena, int64_t bytes);
 
-/* *loss_p += scaled loss; gradients accumulate. A batch with no tokens does nothing. */
+/* *loss_p += scaled loss; gradients accumulate. A batch with no tokens only calls the
+ * hooks. */
 dcp_status_t dcp_model_forward_backward(dcp_model_t *model, const dcp_batch_t *batch,
                                         double *loss_p);
 /* Forward only, no dropout. */

@@ -84,6 +84,8 @@ typedef struct dcp_step_result {
     double grad_norm; /* before clipping */
     int64_t wall_ns;  /* of the call on this rank */
     int32_t skipped;  /* nothing was changed */
+    /* Received of other ranks: weights to gather them, gradients to sum them. */
+    int64_t gathered_bytes, reduced_bytes;
 } dcp_step_result_t;
 
 /* Collective. Borrows comm, device and pool until destroyed. */
@@ -104,11 +106,13 @@ dcp_status_t dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *arg
 dcp_status_t dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                    int64_t *busy_ns, double *loss_p);
 
-/* Collective: forward only; *loss_p is the sum over ranks, in rank order. */
+/* Collective: forward only; *loss_p is the sum over ranks, in rank order. Ranks may
+ * bring different numbers of micro-batches in every mode. */
 dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                   double *loss_p);
 
-/* Logits of one batch on this rank alone; not collective. */
+/* Logits of one batch on this rank alone; not collective, but with options.no_windows
+ * all ranks call it together, each with a batch of its own, empty or not. */
 dcp_status_t dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch,
                                 float *logits);
 
