@@ -203,9 +203,12 @@ def test_every_clip_once_over_the_ranks(
         assert len({s.plan.hash for s in steps}) == 1
         seen: list[int] = []
         weight = 0.0
-        for batch_ in (b for s in steps for b in s.micro_batches):
-            seen += batch_.clips.tolist()
-            weight += batch_.weight * len(batch_.clips)
+        for rank, step in enumerate(steps):
+            for part in step.micro_batches:
+                assert part.group[0] <= rank < part.group[0] + part.group[1]
+                if part.group[0] == rank:
+                    seen += part.clips.tolist()
+                    weight += part.weight * len(part.clips)
         assert sorted(seen) == sorted(first.clips.tolist())
         assert weight == pytest.approx(1.0)
         assert int(first.lengths.sum()) <= 5000
@@ -229,7 +232,8 @@ def test_ranks_on_different_buckets_weigh_by_their_clips() -> None:
     def shares(weighting: Any) -> dict[int, float]:
         found: Counter[int] = Counter()
         for rank in range(2):
-            step = take(make(clips, buckets, rank, 2, weighting=weighting), 1)[0]
+            options = {"weighting": weighting, "strategy": "fixed"}  # no clip is shared
+            step = take(make(clips, buckets, rank, 2, **options), 1)[0]
             assert step.sequence_count == 8 and step.scale == 1 / total
             for batch in step.micro_batches:
                 assert batch.bucket is not None

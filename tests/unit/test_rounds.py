@@ -43,7 +43,13 @@ def shard(case, world, mode, **settings):
     windows, reduce = mode
     rows = 1 + case.seed % 3
     return ShardedModel(
-        case.config, world, seed=case.seed, block_rows=rows, windows=windows, reduce=reduce, **settings
+        case.config,
+        world,
+        seed=case.seed,
+        block_rows=rows,
+        windows=windows,
+        reduce=reduce,
+        **settings,
     )
 
 
