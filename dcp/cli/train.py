@@ -176,25 +176,26 @@ def _check_outputs(metrics: str | None, trace: str | None) -> None:
         raise InputError(f"--trace {trace}: no such folder: {Path(trace).resolve().parent}")
 
 
-def _is_mapped(settings: Any) -> bool:
-    return str(settings.data.source).endswith(".npy")
-
-
 def _read_documents(settings: Any) -> Any:
     """Read the documents once; the ranks get them ready."""
     from dcp import data
 
-    source, length, long = settings.data.source, settings.data.max_length, settings.data.long
+    chosen = settings.data
+    options = {"max_length": chosen.max_length, "long": chosen.long}
     documents: Any
-    if _is_mapped(settings):
-        documents = data.TokenFiles(source, max_length=length, long=long)
+    if files := data.token_files(chosen.source):
+        if chosen.tokenizer is not None:
+            raise InputError(f"data.tokenizer is for text, and {chosen.source} holds tokens")
+        documents = data.TokenFiles(files, eos=chosen.eos, **options)
     else:
-        documents = data.TextFiles(source, max_length=length, long=long)
+        if chosen.eos is not None:
+            raise InputError(f"data.eos = {chosen.eos} is for .npy files of tokens")
+        documents = data.TextFiles(chosen.source, tokenizer=chosen.tokenizer, **options)
     vocab = settings.model["vocab_size"]
     if documents.vocab_size > vocab:
         raise InputError(
-            f"--data {source}: token {documents.vocab_size - 1} occurs, and model.vocab_size = "
-            f"{vocab}; set model.vocab_size={documents.vocab_size} or more"
+            f"--data {chosen.source}: tokens go up to {documents.vocab_size - 1}, and "
+            f"model.vocab_size = {vocab}; set model.vocab_size={documents.vocab_size} or more"
         )
     return documents
 
