@@ -276,7 +276,8 @@ def in_rounds(made: Plan, rank: int) -> list[MicroBatchPlan | None]:
     --------
     >>> import dcp
     >>> from dcp.loader import in_rounds
-    >>> made = dcp.plan([3], dcp.CostModel(token_s=1.0), world_size=2, rounds=True)
+    >>> cost = dcp.CostModel(token_s=1.0)
+    >>> made = dcp.plan([3], cost, world_size=2, strategy="fixed", rounds=True)
     >>> sorted(str(in_rounds(made, rank)[0])[:4] for rank in (0, 1))
     ['Micr', 'None']
     """

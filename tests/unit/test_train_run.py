@@ -191,6 +191,34 @@ def test_compare_trains_each_on_the_same_sequences(text: Path, tmp_path: Path) -
     assert runs[0]["steps"][0]["plan"] != runs[1]["steps"][0]["plan"]
 
 
+FIXED = ("--strategy", "fixed", "--steps", 3)
+
+
+def test_any_fixed_setting_gives_the_same_losses(text: Path) -> None:
+    """Sequence-parallel sizes and recompute; recompute choices are bitwise alike."""
+    alone = train(text, *FIXED, "--ranks", 1)
+    for ranks, sp in ((2, 2), (3, 3), (4, 2)):
+        shared = train(text, *FIXED, "--ranks", ranks, "--set", f"plan.sp={sp}")
+        assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
+        assert set(shared["steps"][0]["sp"]) == {sp}
+    hashes = set()
+    for recompute in ("none", "selective", "full", "{layer = 1}"):
+        sets = ("--set", "plan.sp=2", "--set", f"plan.recompute={recompute}")
+        hashes.add(train(text, *FIXED, "--ranks", 2, *sets)["parameters_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(("windows", "reduce"), [("false", "step"), ("true", "layer")])
+def test_without_windows_and_by_layer(text: Path, windows: str, reduce: str) -> None:
+    """All ranks run as many micro-batches; the losses are those of any other run."""
+    sets = ("--set", f"plan.windows={windows}", "--set", f"plan.reduce={reduce}")
+    more = ("--ranks", 3, "--steps", 3, "--set", "plan.max_tokens=256", "--eval-every", 1)
+    other = train(text, *more, *sets)
+    plain = train(text, *more)
+    assert losses(other) == pytest.approx(losses(plain), rel=1e-5)
+    assert other["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+
+
 def test_memory_mapped_tokens_train_on_any_world(tmp_path: Path) -> None:
     """Several .npy files with document borders and labels (case E-04: mapped read-only)."""
     random = np.random.default_rng(3)
