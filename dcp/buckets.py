@@ -259,6 +259,15 @@ class ClipBatch:
         (first rank, count) of the ranks that share it.
     recompute : tuple of two ints
         (layers, MLPs) that drop their activations.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from dcp.buckets import Buckets, ClipBatch
+    >>> bucket = Buckets({"144p": {1: (1.0, 8)}})[0]
+    >>> batch = ClipBatch(bucket, np.array([5, 3]), 0.5, group=(0, 1), recompute=(0, 0))
+    >>> batch.offsets.tolist()
+    [0, 144, 288]
     """
 
     bucket: Bucket | None
@@ -266,6 +275,17 @@ class ClipBatch:
     weight: float
     group: tuple[int, int]
     recompute: tuple[int, int]
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Borders of the clips' tokens, laid one after the other, shape (clips + 1,).
+
+        Examples
+        --------
+        See `ClipBatch`.
+        """
+        tokens = self.bucket.tokens if self.bucket is not None else 0
+        return np.arange(len(self.clips) + 1, dtype=np.int64) * tokens
 
 
 def _empty(rank: int) -> ClipBatch:
@@ -294,6 +314,17 @@ class BucketStep:
         Factor of the sum of losses over tokens: one over the step's tokens.
     micro_batches : list of ClipBatch
         This rank's, in the order of time; may be empty.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> from types import SimpleNamespace
+    >>> from dcp.buckets import BucketLoader, Buckets, Clips
+    >>> clips, buckets = Clips([144] * 9, [256] * 9, [1] * 9), Buckets({"144p": {1: (1.0, 3)}})
+    >>> world, cost = SimpleNamespace(rank=0, size=1), dcp.CostModel(token_s=1.0)
+    >>> step = next(iter(BucketLoader(clips, buckets, world, cost, tokens_per_step=900)))
+    >>> len(step.clips), step.lengths.tolist() == [144] * 6, round(1 / step.scale)
+    (6, True, 864)
     """
 
     index: int

@@ -297,6 +297,8 @@ def test_groups_and_recompute_of_the_plan_reach_the_rank(monkeypatch: pytest.Mon
     batch: ClipBatch
     for batch in ranks[0] + ranks[1]:
         assert batch.group == (0, 2) and batch.recompute == (2, 0)
+        assert batch.bucket is not None and len(batch.offsets) == len(batch.clips) + 1
+        assert set(np.diff(batch.offsets)) == {batch.bucket.tokens}
 
 
 def test_limits_are_named_before_the_first_step() -> None:
