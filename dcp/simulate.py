@@ -455,6 +455,8 @@ def training(
         run_options={"jitter": float(jitter), "stragglers": stragglers},
         once_s=float(once_s),
     )
+    if tokens_per_step is not None:
+        whole("tokens_per_step", tokens_per_step, 1)
     if not math.isfinite(job.once_s) or job.once_s < 0:
         raise ArgumentError(f"once_s = {once_s!r} must be finite and >= 0")
     for count in job.devices:
