@@ -119,6 +119,7 @@ class ShardedModel:
         windows: bool = True,
         reduce: Literal["step", "layer"] = "step",
         device: str = "cpu",
+        sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     ) -> None:
         if reduce not in ("step", "layer"):
             raise _dcp.ArgumentError(f'reduce = {reduce!r} must be "step" or "layer"')
@@ -135,6 +136,7 @@ class ShardedModel:
             seed=seed,
             initialise=initialise,
             forward_only=forward_only,
+            sequence_parallel=("auto", "ulysses", "ring").index(sequence_parallel),
             frozen=np.array([name in self._frozen for name in self._names], np.uint8),
             no_windows=not windows,
             reduce_layer=reduce == "layer",

@@ -197,6 +197,15 @@ dcp_pass_kept(const dcp_transformer1d_config_t *config, const dcp_pass_t *pass,
 }
 
 int64_t
+dcp_model_arena_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
+                      int32_t training, const int32_t *recompute)
+{
+    dcp_pass_t pass;
+    dcp_pass_layout(config, token_count, training != 0, recompute, NULL, &pass);
+    return pass.bytes;
+}
+
+int64_t
 dcp_model_rope_rows(const dcp_transformer1d_config_t *config, int64_t length)
 {
     int64_t rows = (length + ROPE_ROWS - 1) / ROPE_ROWS * ROPE_ROWS;

@@ -12,7 +12,7 @@
  *   reduce = layer: gradients are a SHARD beside one or two whole groups
  *     (reduce_layer.c).
  */
-#include "train_private.h"
+#include "sequence.h"
 
 #include "dcp/alloc.h"
 
@@ -193,6 +193,7 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->no_windows = options->no_windows != 0;
     sharded->reduce_layer = options->reduce_layer != 0;
     sharded->tensor_count = dcp_model_tensor_count(config);
+    sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);
     if (status != DCP_OK) {
         dcp_comm_abort(comm, dcp_last_error());
@@ -212,6 +213,7 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
     dcp_model_destroy(sharded->model);
     train_reduce_destroy(sharded);
     train_gather_destroy(sharded);
+    sequence_pool_destroy(sharded->sequence_pool);
     for (int32_t i = SHARDED_BUFFERS - 1; i >= 0; i--) {
         dcp_dbuffer_destroy(sharded->buffers[i]);
     }

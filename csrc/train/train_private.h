@@ -16,6 +16,8 @@ typedef struct step_record {
     double loss;
 } step_record_t;
 
+typedef struct sequence_pool sequence_pool_t; /* sequence.h */
+
 struct dcp_sharded {
     dcp_comm_t *comm; /* borrowed */
     dcp_transformer1d_config_t config;
@@ -49,6 +51,10 @@ struct dcp_sharded {
     float *group_memory;        /* owned; without windows */
     dcp_window_t *group_window; /* owned; with windows */
     float *group_gradients;     /* this rank's in one of these; NULL: reduce = step */
+
+    /* sequence.c */
+    dcp_sequence_kind_t sequence_kind;       /* how groups share attention */
+    sequence_pool_t *sequence_pool;          /* owned; NULL: no group so far */
 };
 
 /* Every rank's record to all, into sharded->records. */

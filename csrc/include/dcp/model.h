@@ -138,6 +138,10 @@ dcp_status_t dcp_model_loss(dcp_model_t *model, const dcp_batch_t *batch,
 dcp_status_t dcp_model_logits(dcp_model_t *model, const dcp_batch_t *batch,
                               float *logits);
 
+/* Bytes of the arena that one pass takes. */
+int64_t dcp_model_arena_bytes(const dcp_transformer1d_config_t *config,
+                              int64_t token_count, int32_t training,
+                              const int32_t *recompute);
 /* Bytes that a forward and backward pass over a micro-batch of `token_count` tokens
  * holds at most beside weights and gradients, packed weights and the scratch of a CPU
  * pool of `thread_count` threads included; never less than what is really held.

@@ -26,6 +26,13 @@ extern "C" {
 
 typedef struct dcp_sharded dcp_sharded_t;
 
+/* How the ranks of a group share attention (csrc/train/sequence.h). */
+typedef enum dcp_sequence_kind {
+    DCP_SEQUENCE_AUTO = 0,    /* by heads as far as they divide, the rest by rows */
+    DCP_SEQUENCE_ULYSSES = 1, /* by heads, evenly or not; some ranks may have none */
+    DCP_SEQUENCE_RING = 2,    /* by rows */
+} dcp_sequence_kind_t;
+
 typedef struct dcp_sharded_options {
     int64_t block_rows;    /* rows that stay on one rank, >= 1 */
     uint64_t seed;         /* of the initial weights */
@@ -39,6 +46,7 @@ typedef struct dcp_sharded_options {
     int32_t reduce_layer; /* 1: a group's gradients are summed over ranks as soon as its
                              backward pass ends, into shards; all ranks run equally many
                              micro-batches. 0: once a step, from full buffers */
+    dcp_sequence_kind_t sequence_kind;
 } dcp_sharded_options_t;
 
 /* What dcp_sharded_buffer returns. */
