@@ -557,7 +557,7 @@ def speedup_picture(
         _, grid = plt.subplots(
             1,
             len(counts),
-            figsize=(2.6 + 4.4 * len(counts), 4.0),
+            figsize=(2.0 + 4.2 * len(counts), 4.2),
             sharey=True,
             layout="constrained",
             squeeze=False,
@@ -572,9 +572,14 @@ def speedup_picture(
         if published:
             _mark_published(panel, last=panel is panels[-1])
     panels[0].set_ylabel(f"times {over}")
-    panels[-1].legend(
-        frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), title=None
-    )
+    handles, labels = panels[0].get_legend_handles_labels()
+    style = {"frameon": False, "fontsize": 8.5}
+    if ax is None:  # below all panels
+        columns = min(len(labels), 4 * len(panels))
+        where = "outside lower center"
+        panels[0].figure.legend(handles, labels, loc=where, ncols=columns, **style)
+    else:
+        ax.legend(handles, labels, **style)
     return panels if len(panels) > 1 else panels[0]
 
 
@@ -585,6 +590,20 @@ def _slowest_first(table: Mapping[tuple[str, int, str], float], over: str) -> li
         if strategy != over and (base := table.get((name, devices, over))):
             gains.setdefault(strategy, []).append(base / seconds)
     return sorted(gains, key=lambda s: (sum(gains[s]) / len(gains[s]), s == "dcp"))
+
+
+_OURS = "#17496b"
+_OTHERS = (
+    "#d9d9d9",
+    "#e8b48f",
+    "#f0d58c",
+    "#b8d8a7",
+    "#9fd0c9",
+    "#a9c4e4",
+    "#c3b3dc",
+    "#e2b3c6",
+    "#b5a995",
+)
 
 
 def _bars(
@@ -604,17 +623,16 @@ def _bars(
                 places.append(x - 0.42 + (i + 0.5) * width)
                 heights.append(base / seconds)
         mine = strategy == "dcp"
-        shade = 0.82 - 0.42 * i / max(1, len(names) - 1)
         drawn = panel.bar(
             places,
             heights,
             width=0.9 * width,
-            color="#1f6f8b" if mine else str(shade),
+            color=_OURS if mine else _OTHERS[i % len(_OTHERS)],
             label=strategy,
             zorder=3,
         )
         if mine:
-            panel.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2, color="#1f6f8b")
+            panel.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2, color=_OURS)
     panel.axhline(1.0, color="0.4", lw=0.8, zorder=2)
     panel.set_xticks(range(len(data)), data)
     panel.tick_params(axis="x", length=0)
