@@ -25,6 +25,12 @@ static const plan_strategy_t strategies[] = {
     {"dcp", plan_dcp_run},
     {"packed", plan_packed_run},
     {"bucket", plan_bucket_run},
+    {"inter", plan_inter_run},
+    {"bucket-published", plan_bucket_published_run},
+    {"inter-published", plan_inter_published_run},
+    {"fixed", plan_fixed_run},
+    {"fixed-best", plan_fixed_best_run},
+    {"knapformer", plan_knapformer_run},
 };
 
 const plan_strategy_t *

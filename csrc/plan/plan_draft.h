@@ -117,6 +117,14 @@ const plan_strategy_t *plan_strategies(int64_t *count_p);
 dcp_status_t plan_dcp_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_packed_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_bucket_run(const plan_problem_t *problem, plan_draft_t *draft);
+dcp_status_t plan_inter_run(const plan_problem_t *problem, plan_draft_t *draft);
+dcp_status_t plan_bucket_published_run(const plan_problem_t *problem,
+                                       plan_draft_t *draft);
+dcp_status_t plan_inter_published_run(const plan_problem_t *problem,
+                                      plan_draft_t *draft);
+dcp_status_t plan_fixed_run(const plan_problem_t *problem, plan_draft_t *draft);
+dcp_status_t plan_fixed_best_run(const plan_problem_t *problem, plan_draft_t *draft);
+dcp_status_t plan_knapformer_run(const plan_problem_t *problem, plan_draft_t *draft);
 
 /* Sorts indices by descending key, equal keys by ascending index (so the result is
  * unique). `scratch` has room for `count` indices. */

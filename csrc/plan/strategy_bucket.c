@@ -1,54 +1,33 @@
-/* Strategy `bucket`: the published baseline on one rank a micro-batch.
+/* Strategy `bucket`: bucket parallel, the published systems' baseline, with the best
+ * setting that it can have.
+ *
+ * One (group size, recompute) for the whole run. Of those that fit the run's longest
+ * sequence, the pair with most tokens a second: one full micro-batch of every class up
+ * to the run's longest, their tokens over their time, times the number of groups. So it
+ * follows from the run, not from the step. Sizes need not be powers of two; groups are
+ * aligned blocks of consecutive ranks, and ranks left over where the size does not
+ * divide the world idle (which counts against it: fewer groups).
  *
  * A class holds the lengths in (2^(k-1), 2^k]; a micro-batch holds one class. Its batch
  * size is what the caps allow for the class's longest sequence; then the published
  * median rule: with t the time of a full micro-batch of the class and t_med the median
  * of t over the classes of the step, where t > t_med, bs' = max(1, floor(bs t_med /
  * t)). Sequences come in data order; a micro-batch goes out when it is full, the
- * remainders at the end by ascending class; ranks are dealt round robin. Sequences are
+ * remainders at the end by ascending class; groups are dealt round robin. Sequences are
  * laid one after another without padding, so the caps count their tokens, not longest x
- * count. Cost: O(sequences + micro-batches).
+ * count. Cost: O(sequences + micro-batches + pairs).
  */
-#include "plan_draft.h"
+#include "classes.h"
 
 #include "dcp/alloc.h"
 
-enum { CLASS_COUNT = 64 };
-
-typedef struct length_class {
-    int64_t count, longest;
-    int64_t batch_size;
-    double time_s;    /* of a micro-batch of batch_size of the longest */
-    int64_t *members; /* [batch_size or count, the less] the micro-batch being filled */
-    int64_t member_count;
-} length_class_t;
-
-/* k with 2^(k-1) < length <= 2^k. */
-static int
-class_of(int64_t length)
-{
-    int k = 0;
-    while (k < 62 && (INT64_C(1) << k) < length) {
-        k++;
-    }
-    return k;
-}
-
-static double
-batch_time(const dcp_cost_t *cost, int64_t batch_size, int64_t length)
-{
-    double l = (double)length;
-    return cost->latency_s
-           + (double)batch_size * (cost->token_s * l + cost->square_s * l * l);
-}
-
 /* Median of the classes' times; of an even number, the mean of the middle two. */
 static double
-median_time(const length_class_t *classes)
+median_time(const plan_class_t *classes)
 {
-    double times[CLASS_COUNT];
+    double times[PLAN_CLASSES];
     int count = 0;
-    for (int k = 0; k < CLASS_COUNT; k++) {
+    for (int k = 0; k < PLAN_CLASSES; k++) {
         if (classes[k].count == 0) {
             continue;
         }
@@ -61,82 +40,114 @@ median_time(const length_class_t *classes)
     return count == 0 ? 0 : (times[(count - 1) / 2] + times[count / 2]) / 2;
 }
 
-/* Batch size of every class. */
-static void
-choose_sizes(const plan_problem_t *problem, int64_t cap_tokens, length_class_t *classes)
+/* Tokens a second of all groups over one full micro-batch of every class of the run. */
+static double
+throughput(const plan_pair_t *pair, int64_t run_longest)
 {
-    const dcp_plan_request_t *request = problem->request;
-    for (int64_t i = 0; i < request->length_count; i++) {
-        length_class_t *c = &classes[class_of(request->lengths[i])];
-        c->count++;
-        c->longest =
-            request->lengths[i] > c->longest ? request->lengths[i] : c->longest;
+    double tokens = 0, seconds = 0;
+    for (int k = 0; k <= plan_class_of(run_longest); k++) {
+        int64_t top = INT64_C(1) << k;
+        plan_class_t class = {.longest = top < run_longest ? top : run_longest};
+        plan_class_fill(&class, pair->cap_tokens, &pair->rate);
+        tokens += (double)(class.batch_size * class.longest);
+        seconds += class.time_s;
     }
-    for (int k = 0; k < CLASS_COUNT; k++) {
-        length_class_t *c = &classes[k];
-        if (c->count > 0) {
-            c->batch_size = cap_tokens / c->longest; /* >= 1: all fit */
-            c->time_s = batch_time(&request->cost, c->batch_size, c->longest);
-        }
-    }
-    double median = median_time(classes);
-    for (int k = 0; k < CLASS_COUNT; k++) {
-        length_class_t *c = &classes[k];
-        if (c->count > 0 && c->time_s > median) {
-            double size = (double)c->batch_size * median / c->time_s;
-            c->batch_size = size < 1 ? 1 : (int64_t)size;
-        }
-    }
+    return pair->group_count * tokens / (seconds > 0 ? seconds : 1);
 }
 
-static dcp_status_t
-send(length_class_t *c, int32_t world, plan_draft_t *draft)
+dcp_status_t
+plan_bucket_setting(const plan_problem_t *problem, plan_setting_t *setting_p)
 {
-    int32_t rank = (int32_t)(draft->plan->micro_batch_count % world);
-    DCP_TRY(plan_draft_add(draft, rank, &(plan_setting_t){.group = 1}, c->members,
-                           c->member_count));
-    c->member_count = 0;
+    plan_problem_t run = *problem; /* caps as in a step with the run's longest */
+    const dcp_plan_request_t *request = problem->request;
+    if (request->max_tokens == 0 && run.row_cap < problem->run_longest) {
+        run.row_cap = problem->run_longest;
+    }
+    plan_pair_t *pairs;
+    int64_t count;
+    DCP_TRY(plan_pairs_create(&run, problem->run_longest, &pairs, &count));
+    double most = -1;
+    for (int64_t i = 0; i < count; i++) {
+        double rate = throughput(&pairs[i], problem->run_longest);
+        if (rate > most) {
+            most = rate;
+            *setting_p = pairs[i].setting;
+        }
+    }
+    dcp_free(pairs);
     return DCP_OK;
 }
 
-static dcp_status_t
-deal(const dcp_plan_request_t *request, length_class_t *classes, plan_draft_t *draft)
+/* Batch size of every class. */
+static void
+choose_sizes(int64_t cap_tokens, const plan_rate_t *rate, plan_class_t *classes)
 {
-    for (int64_t i = 0; i < request->length_count; i++) {
-        length_class_t *c = &classes[class_of(request->lengths[i])];
-        c->members[c->member_count++] = i;
-        if (c->member_count == c->batch_size) {
-            DCP_TRY(send(c, request->world, draft));
+    for (int k = 0; k < PLAN_CLASSES; k++) {
+        if (classes[k].count > 0) {
+            plan_class_fill(&classes[k], cap_tokens, rate);
         }
     }
-    for (int k = 0; k < CLASS_COUNT; k++) {
-        if (classes[k].member_count > 0) {
-            DCP_TRY(send(&classes[k], request->world, draft));
+    double median = median_time(classes);
+    for (int k = 0; k < PLAN_CLASSES; k++) {
+        plan_class_t *class = &classes[k];
+        if (class->count > 0 && class->time_s > median) {
+            double size = (double)class->batch_size * median / class->time_s;
+            class->batch_size = size < 1 ? 1 : (int64_t)size;
+        }
+    }
+}
+
+/* Sends the next micro-batch of `class`, up to `end` of its members. */
+static dcp_status_t
+send(const plan_problem_t *problem, plan_draft_t *draft, const plan_setting_t *setting,
+     const plan_class_t *class, int64_t start, int64_t end)
+{
+    int64_t groups = problem->request->world / setting->group;
+    int64_t group = draft->plan->micro_batch_count % groups;
+    return plan_draft_add(draft, (int32_t)group * setting->group, setting,
+                          class->members + start, end - start);
+}
+
+static dcp_status_t
+deal(const plan_problem_t *problem, plan_draft_t *draft, const plan_setting_t *setting,
+     const plan_class_t *classes)
+{
+    const dcp_plan_request_t *request = problem->request;
+    int64_t seen[PLAN_CLASSES] = {0}, sent[PLAN_CLASSES] = {0};
+    for (int64_t i = 0; i < request->length_count; i++) {
+        int k = plan_class_of(request->lengths[i]);
+        seen[k]++;
+        if (seen[k] - sent[k] == classes[k].batch_size) {
+            DCP_TRY(send(problem, draft, setting, &classes[k], sent[k], seen[k]));
+            sent[k] = seen[k];
+        }
+    }
+    for (int k = 0; k < PLAN_CLASSES; k++) {
+        if (seen[k] > sent[k]) {
+            DCP_TRY(send(problem, draft, setting, &classes[k], sent[k], seen[k]));
         }
     }
     return DCP_OK;
 }
 
 dcp_status_t
-plan_bucket_run(const plan_problem_t *problem, plan_draft_t *draft)
+plan_bucket_with(const plan_problem_t *problem, plan_draft_t *draft,
+                 const plan_setting_t *setting)
 {
-    length_class_t classes[CLASS_COUNT] = {{0}};
-    int64_t cap_tokens = plan_cap_tokens(problem, &(plan_setting_t){.group = 1});
-    if (problem->longest > cap_tokens) {
-        return DCP_FAIL(DCP_ERR_INFEASIBLE,
-                        "a sequence of %lld tokens fits on no single rank",
-                        (long long)problem->longest);
-    }
-    choose_sizes(problem, cap_tokens, classes);
+    plan_class_t classes[PLAN_CLASSES];
     void *memory;
-    DCP_TRY(dcp_alloc_array(problem->request->length_count, sizeof(int64_t),
-                            "the planner's classes", &memory));
-    int64_t *members = memory;
-    for (int k = 0; k < CLASS_COUNT; k++) {
-        classes[k].members = members;
-        members += classes[k].count; /* never holds more than the class has */
-    }
-    dcp_status_t status = deal(problem->request, classes, draft);
+    DCP_TRY(plan_classes_create(problem, classes, &memory));
+    plan_rate_t rate = plan_rate_slowest(problem, setting);
+    choose_sizes(plan_cap_tokens(problem, setting), &rate, classes);
+    dcp_status_t status = deal(problem, draft, setting, classes);
     dcp_free(memory);
     return status;
+}
+
+dcp_status_t
+plan_bucket_run(const plan_problem_t *problem, plan_draft_t *draft)
+{
+    plan_setting_t setting;
+    DCP_TRY(plan_bucket_setting(problem, &setting));
+    return plan_bucket_with(problem, draft, &setting);
 }
