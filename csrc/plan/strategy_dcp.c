@@ -17,10 +17,17 @@
 #include <string.h>
 
 /* Beyond MANY_RANKS every target costs more and gains less. */
-enum { TARGETS = 8, TARGETS_OF_MANY = 4, MANY_RANKS = 256 };
+enum { TARGETS = 8, TARGETS_OF_MANY = 3, MANY_RANKS = 256 };
+
+/* Of many sequences, targets that gain little are tried this often. */
+enum { PATIENCE = 2, MANY_SEQUENCES = 512 };
+static const double worth_more = 0.03; /* of the gap to the bound */
 
 /* Closer to the bound than this is far below what a cost model knows. */
 static const double good_gap = 5e-4;
+
+/* Where the first target rises by more, it was out of reach. */
+static const double hopeless_rise = 0.005;
 
 typedef struct contest {
     const plan_problem_t *problem;
@@ -70,18 +77,28 @@ search_targets(contest_t *contest, dcp_search_t *search)
     double best_target = bound + fmax(0, whole_batches(search));
     size_t bytes = (size_t)search->count * sizeof search->places[0];
     int targets = search->world > MANY_RANKS ? TARGETS_OF_MANY : TARGETS;
-    for (int i = 0; i < targets && reached > bound * (1 + good_gap); i++) {
+    int patience = search->count > MANY_SEQUENCES ? PATIENCE : targets;
+    for (int i = 0; i < targets && patience > 0; i++) {
         double target = best_target;
-        if (i > 0) {
+        if (!isinf(reached)) {
             target = above[i] > 0 ? best_target + above[i] * (reached - best_target)
                                   : bound + below[i] * (best_target - bound);
         }
-        dcp_search_place(search, target);
+        double limit = i == 0 ? target * (1 + hopeless_rise) : INFINITY;
+        double risen = dcp_search_place(search, target, limit);
+        if (i == 0 && risen > limit) {
+            best_target = risen; /* out of reach: start from there */
+            continue;
+        }
         double end = dcp_search_balance(search, bound * (1 + good_gap));
+        patience -= end > reached - worth_more * (reached - bound);
         if (end < reached) {
             reached = end;
             best_target = target;
             memcpy(search->best_places, search->places, bytes);
+        }
+        if (reached <= bound * (1 + good_gap)) {
+            break;
         }
     }
     memcpy(search->places, search->best_places, bytes);

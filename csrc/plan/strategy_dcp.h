@@ -94,8 +94,9 @@ dcp_search_batches(const dcp_search_t *search, int64_t tokens)
 }
 
 /* Places every sequence so that all ranks end by target_s, or by as little more as it
- * finds. Fills places and ranks; returns the latest end it expects. */
-double dcp_search_place(dcp_search_t *search, double target_s);
+ * finds. Fills places and ranks; returns the latest end it expects, or gives up where
+ * that passes limit_s and returns what the target has risen to. */
+double dcp_search_place(dcp_search_t *search, double target_s, double limit_s);
 
 /* Fills every rank's run of packed singles from places. */
 void dcp_search_list(dcp_search_t *search);

@@ -313,7 +313,7 @@ least_group_start(const dcp_search_t *s)
 }
 
 double
-dcp_search_place(dcp_search_t *search, double target_s)
+dcp_search_place(dcp_search_t *search, double target_s, double limit_s)
 {
     dcp_search_t *s = search;
     for (int32_t r = 0; r < s->world; r++) {
@@ -343,6 +343,9 @@ dcp_search_place(dcp_search_t *search, double target_s)
         }
         target_s = fmax(place_least(s, i), target_s * (1 + least_rise));
         forget_failures(s);
+        if (target_s > limit_s) {
+            return target_s;
+        }
     }
     double last = 0;
     for (int32_t r = 0; r < s->world; r++) {
