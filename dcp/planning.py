@@ -550,10 +550,12 @@ def _flat(lists: Sequence[Sequence[int]], dtype: type[np.signedinteger[Any]]) ->
 
 def _whole_lengths(array: NDArray[Any]) -> NDArray[Any]:
     """`array`, or an error that names the first of its items that is no integer."""
-    if array.dtype.kind in "fO" and array.ndim == 1:
-        for i, value in enumerate(array.tolist()):
-            if not isinstance(value, int):
-                raise _dcp.DTypeError(f"lengths[{i}] = {value!r} must be an integer")
+    if array.dtype.kind in "fO" and array.ndim == 1 and len(array):
+        values = array.tolist()
+        broken = [i for i, x in enumerate(values) if not isinstance(x, int | float) or x % 1]
+        index = (broken or [0])[0]
+        if broken or array.dtype.kind == "f":
+            raise _dcp.DTypeError(f"lengths[{index}] = {values[index]!r} must be an integer")
     return array
 
 
