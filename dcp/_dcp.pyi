@@ -133,6 +133,7 @@ class Model:
         scale: float = 1.0,
         row_ids: npt.ArrayLike | None = None,
         dropout_seed: int = 0,
+        recompute: tuple[int, int] = (0, 0),
     ) -> float: ...
     def loss(
         self,
@@ -153,7 +154,11 @@ def transformer1d_initial(
     config: Mapping[str, Any], index: int, seed: int, first: int, count: int, /
 ) -> NDArray[np.float32]: ...
 def transformer1d_activation_bytes(
-    config: Mapping[str, Any], token_count: int, thread_count: int, /
+    config: Mapping[str, Any],
+    token_count: int,
+    thread_count: int,
+    recompute: tuple[int, int] = (0, 0),
+    /,
 ) -> int: ...
 def plan(request: tuple[Any, ...], /) -> dict[str, Any]: ...
 def plan_verify(
@@ -172,6 +177,16 @@ def cost_memory(
     cost: tuple[float, ...], tokens: int, ranks: int, recompute: tuple[int, int], world: int, /
 ) -> int: ...
 def plan_strategies() -> tuple[str, ...]: ...
+def sim_run(
+    plan: dict[str, Any],
+    world: int,
+    rounds: bool,
+    jitter: float,
+    slowdown: NDArray[np.float64] | None,
+    seed: int,
+    step: int,
+    /,
+) -> dict[str, Any]: ...
 def kernel_run(op: str, fields: dict[str, Any], /) -> None: ...
 def layout_plan(
     sizes: Any, blocks: Any, ranks: int, unit: int, order: int
@@ -192,6 +207,7 @@ class Sharded:
         frozen: NDArray[np.uint8] | None = None,
         no_windows: bool = False,
         reduce_layer: bool = False,
+        sequence_parallel: int = 0,
     ) -> None: ...
     def step(
         self,

@@ -33,6 +33,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "OptimizerSettings",
+    "PlanSettings",
     "Settings",
     "TrainSettings",
     "load",
@@ -48,11 +49,13 @@ DEFAULT_LR = 3e-4  # where a preset names none
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Documents: where they are and what happens to long ones."""
+    """Documents: where they are, how they become tokens, what happens to long ones."""
 
     source: str = "stdlib"
     max_length: int = 4096
     long: str = "split"
+    tokenizer: str | None = None
+    eos: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,25 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """How steps are planned and what of the plan's choices is fixed.
+
+    `sp` and `recompute` are the one setting of strategy "fixed"; `cost` is a file that `dcp
+    profile` or :meth:`dcp.CostModel.save` wrote, default: reckoned from the model's shape.
+    """
+
+    sp: int | None = None
+    recompute: str | Mapping[str, int] | None = None
+    max_tokens: int | None = None
+    max_group: int | None = None
+    windows: bool = True
+    reduce: str = "auto"
+    refit: bool = False
+    cost: str | None = None
+    sequence_parallel: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """Where checkpoints lie, how often one is written, how many are kept."""
 
@@ -121,6 +143,7 @@ class Settings:
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def transformer(self) -> Transformer1D:
@@ -128,6 +151,16 @@ class Settings:
         from dcp.models import Transformer1D
 
         return Transformer1D(**self.model)
+
+    def check(self) -> None:
+        """Check what concerns more than one key; :func:`load` does.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            Names the key, its value and the rule.
+        """
+        _check(self)
 
     def to_toml(self) -> str:
         """Return the settings as TOML that :func:`load` reads back.
@@ -168,6 +201,7 @@ _SECTIONS: dict[str, Any] = {
     "data": DataSettings,
     "optimizer": OptimizerSettings,
     "train": TrainSettings,
+    "plan": PlanSettings,
     "checkpoint": CheckpointSettings,
 }
 _CHOICES = {
@@ -177,7 +211,14 @@ _CHOICES = {
     "data.long": ("split", "drop", "error"),
     "train.weighting": ("token", "sequence"),
     "train.nonfinite": ("stop", "skip"),
+    "plan.reduce": ("auto", "step", "layer"),
+    "plan.sequence_parallel": ("auto", "ulysses", "ring"),
 }
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Names that `strategy` may have."""
+    return _CHOICES["strategy"]
 
 
 def default_ranks() -> int:
@@ -345,6 +386,8 @@ def _convert(key: str, value: Any, kind: Any, source: str) -> Any:
     """Turn a value into the type of its key, or raise what is wrong with it."""
     if key == "memory":
         return None if value == "none" else parse_bytes(value)
+    if key == "plan.recompute":
+        return _recompute(value, source)
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     optional = type(None) in options
     wanted = next(option for option in options if option is not type(None))
@@ -380,6 +423,32 @@ def _convert(key: str, value: Any, kind: Any, source: str) -> Any:
         rule = f"{count} numbers, for example [0.9, 0.95]"
     raise ArgumentError(
         f"{_at(source)}{key} = {value!r} must be {rule}{' or none' if optional else ''}"
+    )
+
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def _recompute(value: Any, source: str) -> Any:
+    """A word of `RECOMPUTE`, or {block kind: layers}."""
+    from dcp.cost import KINDS
+
+    rule = f"must be one of {', '.join(RECOMPUTE)}, or counts such as {{layer = 2, mlp = 1}}"
+    if isinstance(value, Mapping):
+        for kind, count in value.items():
+            if kind not in KINDS:
+                raise ArgumentError(
+                    f"{_at(source)}plan.recompute: {kind!r} is no block kind{suggest(kind, KINDS)}"
+                )
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ArgumentError(
+                    f"{_at(source)}plan.recompute.{kind} = {count!r} must be an integer >= 0"
+                )
+        return dict(value)
+    if value in RECOMPUTE:
+        return value
+    raise ArgumentError(
+        f"{_at(source)}plan.recompute = {value!r} {rule}{suggest(str(value), RECOMPUTE)}"
     )
 
 
@@ -437,10 +506,14 @@ def _check(settings: Settings) -> None:
         ("seed", settings.seed, 0),
         ("tokens_per_step", settings.tokens_per_step, 1),
         ("data.max_length", settings.data.max_length, 2),
+        ("data.eos", settings.data.eos, 0),
         ("train.eval_every", settings.train.eval_every, 1),
         ("train.eval_tokens", settings.train.eval_tokens, 1),
         ("checkpoint.save_every", settings.checkpoint.save_every, 1),
         ("checkpoint.keep", settings.checkpoint.keep, 1),
+        ("plan.sp", settings.plan.sp, 1),
+        ("plan.max_tokens", settings.plan.max_tokens, 1),
+        ("plan.max_group", settings.plan.max_group, 1),
     ):
         if value is not None and value < least:
             raise ArgumentError(f"{key} = {value} must be >= {least}")
@@ -463,4 +536,37 @@ def _check(settings: Settings) -> None:
             f"model.max_position_embeddings = {settings.model['max_position_embeddings']} is less "
             f"than data.max_length = {settings.data.max_length}"
         )
+    _check_plan(settings)
     settings.optimizer.build()
+
+
+def _check_plan(settings: Settings) -> None:
+    """The one setting of "fixed" belongs to it alone, and must divide the world and the model."""
+    plan, ranks = settings.plan, settings.ranks
+    for name, works in (("refit", False), ("sequence_parallel", "auto")):
+        if getattr(plan, name) != works:
+            raise UnsupportedError(f"plan.{name} = {getattr(plan, name)!r}: not in this version")
+    if settings.strategy != "fixed":
+        for name in ("sp", "recompute"):
+            if getattr(plan, name) is not None:
+                raise ArgumentError(
+                    f"plan.{name} = {getattr(plan, name)!r} is the setting of strategy 'fixed'; "
+                    f"strategy {settings.strategy!r} chooses its own: add --strategy fixed, or "
+                    f"leave plan.{name} out"
+                )
+        return
+    size = plan.sp or 1
+    if ranks % size:
+        near = [d for d in range(1, ranks + 1) if ranks % d == 0]
+        raise ArgumentError(
+            f"plan.sp = {size} does not divide ranks = {ranks} into groups of equal size: "
+            f"plan.sp may be {', '.join(map(str, near))}, or change --ranks"
+        )
+    if plan.max_group is not None and size > plan.max_group:
+        raise ArgumentError(f"plan.sp = {size} is more than plan.max_group = {plan.max_group}")
+    layers = settings.model["num_hidden_layers"]
+    if isinstance(plan.recompute, Mapping) and sum(plan.recompute.values()) > layers:
+        raise ArgumentError(
+            f"plan.recompute = {dict(plan.recompute)} names {sum(plan.recompute.values())} layers, "
+            f"the model has {layers}"
+        )

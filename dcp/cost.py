@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dcp import _dcp
+from dcp import _dcp, _env, analytic, fitting
 from dcp._dcp import ArgumentError, FileError
 
 if TYPE_CHECKING:
+    from dcp.analytic import Device
     from dcp.models import Transformer1D
 
 __all__ = ["CostModel"]
@@ -29,6 +30,7 @@ __all__ = ["CostModel"]
 SCHEMA = 1
 _TIERED = ("group_s", "hop_s", "gather_s", "exchange_s")  # (inside a node, across nodes)
 _INTEGERS = ("logit_chunk_tokens", "layer_count", "node_ranks")
+_LABELS = ("name", "model", "step_s", "measured", "residuals")  # what the core does not read
 KINDS = ("layer", "mlp")  # block kinds whose layers may be recomputed, in the core's order
 
 
@@ -78,6 +80,90 @@ def lengths_array(lengths: ArrayLike) -> NDArray[np.int64]:
     """Lengths of any integer kind as they are; an empty list as int64."""
     array = np.asarray(lengths)
     return array.astype(np.int64) if array.size == 0 and array.ndim == 1 else array
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a cost model's times were fitted to.
+
+    Attributes
+    ----------
+    tokens : tuple of two int
+        Least and most tokens of a micro-batch on each of its ranks.
+    longest : int
+        Longest sequence.
+    ranks : tuple of int
+        Sizes of groups, ascending.
+    recompute : tuple of str
+        Block kinds that were recomputed.
+
+    Examples
+    --------
+    >>> from dcp.cost import Measured
+    >>> Measured(tokens=(64, 8192), longest=4096, ranks=(1, 2), recompute=("layer",)).ranks
+    (1, 2)
+    """
+
+    tokens: tuple[int, int]
+    longest: int
+    ranks: tuple[int, ...] = (1,)
+    recompute: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Measured:
+        """Read what `dataclasses.asdict` wrote."""
+        low, high = document["tokens"]
+        return cls(
+            tokens=(operator.index(low), operator.index(high)),
+            longest=operator.index(document["longest"]),
+            ranks=tuple(operator.index(r) for r in document["ranks"]),
+            recompute=tuple(str(kind) for kind in document["recompute"]),
+        )
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One measured step against its prediction.
+
+    Attributes
+    ----------
+    sequences, tokens, squares : int
+        Of one of its equal micro-batches: count, sum of lengths, sum of squared lengths.
+    micro_batches : int
+        One after the other, on each rank.
+    ranks : int
+        That share a micro-batch.
+    recompute : tuple of two int
+        Layers and MLPs.
+    layers : int
+        Depth of the model that ran.
+    measured_s, predicted_s : float
+    held_out : bool
+        Was not used in the fit.
+
+    Examples
+    --------
+    >>> from dcp.cost import Residual
+    >>> row = Residual(1, 512, 512 * 512, 1, 1, (0, 0), 2, measured_s=2.0, predicted_s=1.8)
+    >>> round(row.error, 3)
+    -0.1
+    """
+
+    sequences: int
+    tokens: int
+    squares: int
+    micro_batches: int
+    ranks: int
+    recompute: tuple[int, int]
+    layers: int
+    measured_s: float
+    predicted_s: float
+    held_out: bool = False
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
@@ -137,6 +223,15 @@ class CostModel:
         Ranks of a node; 0: all ranks share one.
     name : str
         Where the figures come from; for people.
+    model : str
+        Fingerprint of the model's shape; empty: any model.
+    step_s : float
+        What every plan pays once a step: packing weights, reduction, update. Plans leave it out;
+        predictions of whole steps add it.
+    measured : Measured, optional
+        What was measured, where anything was; see `beyond`.
+    residuals : tuple of Residual
+        Measured against predicted steps.
 
     Examples
     --------
@@ -171,11 +266,15 @@ class CostModel:
     layer_count: int = 0
     node_ranks: int = 0
     name: str = ""
+    model: str = ""
+    step_s: float = 0.0
+    measured: Measured | None = None
+    residuals: tuple[Residual, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name in _LABELS:
                 continue
             if field.name in _INTEGERS:
                 object.__setattr__(self, field.name, operator.index(value))
@@ -186,6 +285,9 @@ class CostModel:
                 object.__setattr__(self, field.name, pair)
             else:
                 object.__setattr__(self, field.name, _number(field.name, value))
+        step = _number("step_s", self.step_s)
+        if not step >= 0 or not math.isfinite(step):
+            raise ArgumentError(f"cost.step_s = {step:g} must be finite and >= 0")
         _dcp.cost_time(self._core(), 0, 0.0, 0, 1, (0, 0))  # checks every rule
 
     @classmethod
@@ -193,29 +295,51 @@ class CostModel:
         cls,
         config: Transformer1D,
         *,
-        flops_per_s: float = 1e11,
-        bytes_per_s: float = 1e10,
-        activation_bytes: Callable[[int], int] | None = None,
+        device: str | Device = "cpu",
+        flops_per_s: float | None = None,
+        bytes_per_s: float | None = None,
+        activation_bytes: Callable[[int, tuple[int, int]], int] | None = None,
+        threads: int | None = None,
+        reduce: str = "step",
+        windows: bool = True,
     ) -> CostModel:
-        """Reckon a cost model from the shape of a model and the speed of one rank.
+        """Reckon the cost of training a model with dcp's own runtime on the CPU.
+
+        Times are from stated constants; without a memory cap only their ratios matter to plans.
+        Bytes are what the core reckons for the very model.
 
         Parameters
         ----------
         config : dcp.Transformer1D
             The model.
-        flops_per_s : float
-            What a rank reaches in matrix products and attention; the default is a CPU core's.
-            For plans without a memory cap only ratios matter.
-        bytes_per_s : float
-            Memory speed of a rank: adding to the gradients is what a micro-batch costs whatever
-            its tokens.
+        device : str or dcp.analytic.Device
+            Constants of one rank; the default is one core.
+        flops_per_s : float, optional
+            Instead of the device's rates in matrix products and attention.
+        bytes_per_s : float, optional
+            Instead of the device's speed of memory.
         activation_bytes : callable, optional
-            Bytes that a micro-batch of so many tokens holds beside weights and gradients; default
-            `config.activation_bytes` where there is one, else a formula.
+            (tokens, (layers, MLPs) recomputed) -> bytes that a micro-batch holds beside weights and
+            gradients; default: what the core reckons.
+        threads : int, optional
+            That compute on a rank; None: ``DCP_NUM_THREADS``, which ranks that dcp launches have,
+            or one a core.
+        reduce : str
+            "step": each rank holds a whole buffer of fp32 gradients and reduces it once a step.
+            "layer": gradients are cut over the ranks, and two buffers of the largest group of
+            tensors are whole.
+        windows : bool
+            Whether ranks read weights in place; else each holds one whole group of them. The
+            bytes of packed weights are those with windows, more than without.
 
         Returns
         -------
         CostModel
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A rate is not positive, or `reduce` is neither.
 
         Examples
         --------
@@ -225,25 +349,104 @@ class CostModel:
         True
         """
         for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
-            if not value > 0 or not math.isfinite(value):
+            if value is not None and (not value > 0 or not math.isfinite(value)):
                 raise ArgumentError(f"{name} = {value!r} must be finite and > 0")
-        shape = _Shape.of(config)
-        if activation_bytes is None:
-            activation_bytes = getattr(config, "activation_bytes", None) or shape.activation_bytes
-        scratch, per_token = _fit_line(activation_bytes)
+        rates: dict[str, Any] = {}
+        if flops_per_s is not None:
+            rates = dict.fromkeys(analytic.FLOP_RATES, float(flops_per_s))
+        if bytes_per_s is not None:
+            rates["bytes_per_s"] = float(bytes_per_s)
+        chosen, shape = analytic.device_named(device, **rates), analytic.Shape.of(config)
+        thread_count = _env.thread_count(1) if threads is None else threads
+
+        def held(tokens: int, recompute: tuple[int, int]) -> int:
+            return config.activation_bytes(tokens, threads=thread_count, recompute=recompute)
+
         return cls(
-            # each weight's gradient is read and written once
-            latency_s=8 * shape.parameter_count / bytes_per_s,
-            token_s=6 * shape.matmul_parameters / flops_per_s,
-            # Q K^T and P V forward, five such products backward, half of each under the mask
-            square_s=7 * shape.layers * shape.query_width / flops_per_s,
-            # a rank's whole gradients; and its share of the weights and two AdamW moments
-            fixed_bytes=4 * shape.parameter_count,
-            sharded_bytes=12 * shape.parameter_count,
-            scratch_bytes=scratch,
-            token_bytes=per_token,
-            name="analytic",
+            **analytic.time_fields(shape, chosen),
+            **analytic.group_fields(shape, chosen),
+            **analytic.host_fixed_fields(config, reduce, windows),
+            **fitting.fit_memory(
+                activation_bytes or held,
+                shape.layers,
+                fitting.memory_probes(config.max_position_embeddings),
+            ),
+            group_token_bytes=analytic.host_group_token_bytes(shape),
+            name=f"{_label(shape)} on {chosen.name}",
+            model=shape.fingerprint,
         )
+
+    @classmethod
+    def analytic(
+        cls, model: str | Transformer1D, device: str | Device = "h200", **overrides: Any
+    ) -> CostModel:
+        """Reckon a cost model from stated constants of a device: nothing is measured.
+
+        Parameters
+        ----------
+        model : str or dcp.Transformer1D
+            A preset's name, "gpt2" to "gpt2-xl", or a configuration.
+        device : str or dcp.analytic.Device
+            "h200", "h100" or "cpu"; every constant and its source: `dcp.analytic.DEVICES`.
+        **overrides
+            Constants of the device that are to be others, by the names of `dcp.analytic.Device`.
+
+        Returns
+        -------
+        CostModel
+            On a GPU: training in bf16 with fp32 gradients, main weights and moments
+            (`dcp.analytic.gpu_memory_fields`); on "cpu": as `for_model`.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            Unknown model, device or constant: the message suggests the nearest.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> cost = dcp.CostModel.analytic("llama-3-8b", device="h200")
+        >>> cost.name
+        'llama-3-8b on h200'
+        >>> 2 < cost.time([32768]) / cost.time([16384]) < 3
+        True
+        >>> slow = dcp.CostModel.analytic("llama-3-8b", device="h200", matmul_flops_per_s=300e12)
+        >>> slow.token_s > 1.8 * cost.token_s
+        True
+        """
+        chosen = analytic.device_named(device, **overrides)
+        config = analytic.config_named(model) if isinstance(model, str) else model
+        shape = config if isinstance(config, analytic.Shape) else analytic.Shape.of(config)
+        name = f"{model if isinstance(model, str) else _label(shape)} on {chosen.name}"
+        if chosen.host:
+            if isinstance(config, analytic.Shape):
+                raise _dcp.UnsupportedError(f"model {model!r} cannot be trained on {chosen.name}")
+            return dataclasses.replace(cls.for_model(config, device=chosen), name=name)
+        return cls(**analytic.gpu_fields(shape, chosen), name=name, model=shape.fingerprint)
+
+    def check_model(self, config: Transformer1D) -> None:
+        """Refuse a cost model of another model.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            Names both. A cost model that says nothing of its model is taken for any.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> tiny, small = (dcp.Transformer1D.preset(name) for name in ("tiny", "small"))
+        >>> dcp.CostModel.for_model(tiny).check_model(small)
+        Traceback (most recent call last):
+            ...
+        dcp.ArgumentError: cost model '0.8574M parameters on cpu' is of model ...
+        """
+        shape = analytic.Shape.of(config)
+        if self.model and self.model != shape.fingerprint:
+            raise ArgumentError(
+                f"cost model {self.name!r} is of model {self.model}, not of {shape.fingerprint} "
+                f"({shape.layers} layers of {shape.hidden}, {shape.parameter_count} parameters)"
+            )
 
     def time(
         self,
@@ -321,6 +524,60 @@ class CostModel:
         counts = recompute_counts(recompute, self.layer_count)
         return int(_dcp.cost_memory(self._core(), tokens, count, counts, world_size))
 
+    def beyond(
+        self,
+        lengths: ArrayLike,
+        ranks: int | Iterable[int] = 1,
+        recompute: str | Mapping[str, int] = "none",
+    ) -> list[str]:
+        """Why this micro-batch lies outside of what was measured; empty where it does not.
+
+        Parameters
+        ----------
+        lengths, ranks, recompute
+            As in `time`.
+
+        Returns
+        -------
+        list of str
+            Nothing, too, where nothing was measured and so nothing can be beyond it: `measured` is
+            None.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from dcp.cost import Measured
+        >>> seen = Measured(tokens=(64, 8192), longest=4096)
+        >>> cost = dcp.CostModel(token_s=1e-6, measured=seen)
+        >>> cost.beyond([1000, 2000])
+        []
+        >>> cost.beyond([5000], ranks=2)[0]
+        'a sequence of 5000 tokens: at most 4096 were measured'
+        """
+        seen = self.measured
+        if seen is None:
+            return []
+        tokens, _ = _sums(lengths)
+        _, count = _group(ranks)
+        counts = recompute_counts(recompute, self.layer_count)
+        longest = int(np.max(lengths)) if np.size(lengths) else 0
+        share = -(-tokens // max(count, 1))
+        reasons = []
+        if longest > seen.longest:
+            reasons.append(f"a sequence of {longest} tokens: at most {seen.longest} were measured")
+        if tokens > 0 and not seen.tokens[0] <= share <= seen.tokens[1]:
+            reasons.append(
+                f"{share} tokens on each rank: {seen.tokens[0]} to {seen.tokens[1]} were measured"
+            )
+        if count not in seen.ranks:
+            reasons.append(f"a group of {count} ranks: {list(seen.ranks)} were measured")
+        reasons += [
+            f"{kind} recompute: not measured"
+            for kind, n in zip(KINDS, counts, strict=True)
+            if n > 0 and kind not in seen.recompute
+        ]
+        return reasons
+
     def to_json(self) -> dict[str, Any]:
         """The model as a JSON object.
 
@@ -348,11 +605,23 @@ class CostModel:
         1e-06
         """
         check_schema(document, "cost model")
-        fields = {k: v for k, v in document.items() if k not in ("schema", "kind")}
+        fields = {k: v for k, v in document.items() if k not in ("schema", "kind", "command")}
         unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise ArgumentError(f"cost model has unknown fields {sorted(unknown)}")
-        return cls(**{k: tuple(v) if k in _TIERED else v for k, v in fields.items()})
+        values: dict[str, Any] = {k: tuple(v) if k in _TIERED else v for k, v in fields.items()}
+        try:
+            if values.get("measured") is not None:
+                values["measured"] = Measured.from_json(values["measured"])
+            rows = values.get("residuals", ())
+            values["residuals"] = tuple(
+                Residual(**{**row, "recompute": tuple(row["recompute"])}) for row in rows
+            )
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, _dcp.Error):
+                raise
+            raise ArgumentError(f"cost model has a field of the wrong kind: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the model to a JSON file.
@@ -395,65 +664,13 @@ class CostModel:
         flat: list[float] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "name":
+            if field.name not in _LABELS:
                 flat.extend(value if isinstance(value, tuple) else (value,))
         return tuple(flat)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What of a Transformer1D decides its cost."""
-
-    layers: int
-    hidden: int
-    query_width: int
-    key_width: int
-    heads: int
-    intermediate: int
-    vocab: int
-    parameter_count: int
-    matmul_parameters: int  # weights that every token is multiplied with
-
-    @classmethod
-    def of(cls, config: Any) -> _Shape:
-        head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        query = head_dim * config.num_attention_heads
-        key = head_dim * config.num_key_value_heads
-        hidden, layers = config.hidden_size, config.num_hidden_layers
-        layer = hidden * (2 * query + 2 * key + 3 * config.intermediate_size)
-        head = config.vocab_size * hidden
-        embeddings = head if config.tie_word_embeddings else 2 * head
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            query_width=query,
-            key_width=key,
-            heads=config.num_attention_heads,
-            intermediate=config.intermediate_size,
-            vocab=config.vocab_size,
-            parameter_count=layers * (layer + 2 * hidden) + hidden + embeddings,
-            matmul_parameters=layers * layer + head,
-        )
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Every layer's saved rows, a backward pass's temporaries, packed weights, logits."""
-        rows = 4 * self.hidden + 2 * self.query_width + 2 * self.key_width + 3 * self.intermediate
-        saved = 4 * self.layers * (rows + self.heads)
-        passing = 4 * (4 * self.hidden + 2 * self.query_width + 4 * self.intermediate)
-        logits = 4 * self.vocab * min(tokens, 1024)
-        return tokens * (saved + passing) + 8 * self.matmul_parameters + logits
-
-
-def _fit_line(held: Callable[[int], int]) -> tuple[float, float]:
-    """(bytes at once, bytes per token) of a line that is nowhere below `held` at the probes."""
-    probes = [1, 256, 1024, 4096, 16384, 65536]
-    values = [float(held(p)) for p in probes]
-    slope = max(
-        (values[i + 1] - values[i]) / (probes[i + 1] - probes[i]) for i in range(1, len(probes) - 1)
-    )
-    slope = max(slope, 0.0)
-    base = max(v - slope * p for p, v in zip(probes, values, strict=True))
-    return max(base, 0.0), slope
+def _label(shape: analytic.Shape) -> str:
+    return f"{shape.parameter_count / 1e6:.4g}M parameters"
 
 
 def _sums(lengths: ArrayLike) -> tuple[int, float]:

@@ -10,10 +10,10 @@ ahead, in a thread, and hands a rank its own micro-batches only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +27,7 @@ __all__ = ["Loader", "MicroBatch", "Sampler", "Step"]
 
 _logger = logging.getLogger("dcp")
 _STATE_VERSION = 1
+S = TypeVar("S")
 
 
 class WorldLike(Protocol):
@@ -189,7 +190,123 @@ class Step:
     micro_batches: list[MicroBatch]
 
 
-class Loader:
+class PlannedSteps(Generic[S]):
+    """What every loader does: plans ahead in a thread, and goes on where it stopped.
+
+    A subclass gives `_build`, a pure function from a place (epoch, position, step) to the step
+    there and the next place, and keeps its place in `_epoch`, `_position` and `_index`.
+    """
+
+    def __init__(self, world: WorldLike, cost: CostModel, options: Mapping[str, Any]) -> None:
+        self.cost = cost
+        self.rank, self.size = int(world.rank), int(world.size)
+        self._options = {"world_size": self.size, **options}
+        self._epoch, self._position, self._index = 0, 0, 0
+
+    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
+        return plan(lengths, self.cost, **self._options)
+
+    def __iter__(self) -> Iterator[S]:
+        """Steps from the loader's place on. A new iterator goes on where the last one stopped."""
+        with ThreadPoolExecutor(1, thread_name_prefix="dcp-plan") as ahead:
+            place = self._place()
+            coming = ahead.submit(self._build, *place)
+            while True:
+                if place != self._place():  # a state was loaded, or another iterator went on
+                    place = self._place()
+                    coming = ahead.submit(self._build, *place)
+                step, place = coming.result()
+                coming = ahead.submit(self._build, *place)
+                self._epoch, self._position, self._index = place
+                self._taken(step)
+                yield step
+
+    def _place(self) -> tuple[int, int, int]:
+        return self._epoch, self._position, self._index
+
+    def _build(self, epoch: int, position: int, index: int) -> tuple[S, tuple[int, int, int]]:
+        """The step at a place, and the place after it; runs ahead, so it changes nothing."""
+        raise NotImplementedError
+
+    def _taken(self, step: S) -> None:
+        """Called with every step before it is handed out."""
+
+    def _same(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the next step, and what must be the same for it to mean the same.
+
+        It does not depend on the world, so a run resumes exactly on another number of ranks.
+
+        Returns
+        -------
+        dict
+            Plain integers and text; give it to `load_state_dict`.
+
+        Examples
+        --------
+        See `load_state_dict`.
+        """
+        epoch, position, step = self._place()
+        return {"epoch": epoch, "position": position, "step": step, **self._same()}
+
+    def _load_state(self, state: Mapping[str, Any], last_position: Callable[[int], int]) -> None:
+        here = self.state_dict()
+        missing = set(here) - set(state)
+        if missing:
+            raise ArgumentError(f"loader state lacks {sorted(missing)}")
+        for key, value in self._same().items():
+            if state[key] != value:
+                what = "the data (files, max_length, long)" if key == "data" else key
+                raise ArgumentError(
+                    f"loader state is of other settings: {what} is {state[key]!r} there and "
+                    f"{value!r} here"
+                )
+        epoch, step = whole("epoch", state["epoch"], 0), whole("step", state["step"], 0)
+        position = whole("position", state["position"], 0, last_position(epoch))
+        self._epoch, self._position, self._index = epoch, position, step
+
+
+def in_rounds(made: Plan, rank: int) -> list[MicroBatchPlan | None]:
+    """A rank's micro-batch of every round, None where it has none, in the order of time.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> from dcp.loader import in_rounds
+    >>> cost = dcp.CostModel(token_s=1.0)
+    >>> made = dcp.plan([3], cost, world_size=2, strategy="fixed", rounds=True)
+    >>> sorted(str(in_rounds(made, rank)[0])[:4] for rank in (0, 1))
+    ['Micr', 'None']
+    """
+    if not made.options.rounds:
+        return list(made.for_rank(rank))
+    rounds = 1 + max((m.round for m in made.micro_batches), default=-1)
+    mine = {m.round: m for m in made.for_rank(rank)}
+    return [mine.get(number) for number in range(rounds)]
+
+
+def setting_of(planned: MicroBatchPlan | None, rank: int) -> dict[str, tuple[int, int]]:
+    """`group` and `recompute` of a micro-batch; None: an empty one of this rank alone.
+
+    Examples
+    --------
+    >>> from dcp.loader import setting_of
+    >>> setting_of(None, 3)
+    {'group': (3, 1), 'recompute': (0, 0)}
+    """
+    if planned is None:
+        return {"group": (rank, 1), "recompute": (0, 0)}
+    counts = planned.recompute
+    return {
+        "group": (planned.ranks[0], len(planned.ranks)),
+        "recompute": (counts.get("layer", 0), counts.get("mlp", 0)),
+    }
+
+
+class Loader(PlannedSteps[Step]):
     """Yields the steps of a run, without end. Make one on every rank, with equal arguments.
 
     Parameters
@@ -212,15 +329,16 @@ class Loader:
         Whether all tokens of a step count alike, or all sequences do.
     eval_share : float
         About how many of the documents are held out, by a hash of their content.
-    max_tokens : int, optional
-        Most tokens of one micro-batch.
+    max_tokens, max_group, rounds, fixed_group, fixed_recompute
+        As `dcp.plan`. With ``rounds=True`` every rank gets equally many micro-batches: those that
+        are missing are empty.
 
     Raises
     ------
     dcp.ArgumentError
         `tokens_per_step` below `dataset.max_length`, an unknown strategy or weighting.
     dcp.InfeasibleError
-        The longest sequence fits on no rank.
+        The longest sequence fits nowhere: index, length, bytes needed, and the world that would do.
 
     Examples
     --------
@@ -249,6 +367,10 @@ class Loader:
         weighting: Literal["token", "sequence"] = "token",
         eval_share: float = 0.01,
         max_tokens: int | None = None,
+        max_group: int | None = None,
+        rounds: bool = False,
+        fixed_group: int = 1,
+        fixed_recompute: str | Mapping[str, int] = "none",
     ) -> None:
         if weighting not in ("token", "sequence"):
             raise ArgumentError(f"weighting = {weighting!r} must be 'token' or 'sequence'")
@@ -258,63 +380,46 @@ class Loader:
                 f"tokens_per_step = {tokens_per_step} is less than data.max_length = "
                 f"{dataset.max_length}: the longest document would not fit into a step"
             )
-        self.dataset, self.cost = dataset, cost
-        self.rank, self.size = int(world.rank), int(world.size)
-        self.tokens_per_step, self.strategy, self.seed = tokens_per_step, strategy, seed
-        self.memory_bytes, self.max_tokens = memory_bytes, max_tokens
+        options = {
+            "memory_bytes": memory_bytes,
+            "strategy": strategy,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "longest": int(dataset.lengths.max()),
+            "max_group": max_group,
+            "rounds": bool(rounds),
+            "fixed_group": fixed_group,
+            "fixed_recompute": fixed_recompute,
+        }
+        super().__init__(world, cost, options)
+        self.dataset, self.strategy = dataset, strategy
+        self.tokens_per_step, self.seed = tokens_per_step, seed
         self.weighting, self.eval_share = weighting, eval_share
         self._train, self._held_out = dataset.held_out(eval_share)
         self._sampler = Sampler(
             dataset.lengths[self._train], tokens_per_step=tokens_per_step, seed=seed
         )
-        self._epoch, self._position, self._index = 0, 0, 0
         self._warned = False
         self._check_longest()
 
     def _check_longest(self) -> None:
         """Whether every sequence fits is decided before the first step, not when it comes."""
-        longest = int(np.argmax(self.dataset.lengths))
+        lengths = self.dataset.lengths
+        longest = int(np.argmax(lengths))
         try:
-            self._plan(self.dataset.lengths[longest : longest + 1])
+            self._plan(lengths[longest : longest + 1])
         except InfeasibleError as error:
             raise InfeasibleError(
-                f"{self.dataset.name}: sequence {longest} fits nowhere, lower data.max_length or "
-                f"raise the memory cap ({error})"
+                f"{self.dataset.name}: sequence {longest} of {lengths[longest]} tokens fits "
+                f"nowhere, lower data.max_length or raise the memory cap ({error})"
             ) from error
 
-    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
-        return plan(
-            lengths,
-            self.cost,
-            world_size=self.size,
-            memory_bytes=self.memory_bytes,
-            strategy=self.strategy,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-        )
-
-    def __iter__(self) -> Iterator[Step]:
-        """Steps from the loader's place on. A new iterator goes on where the last one stopped."""
-        with ThreadPoolExecutor(1, thread_name_prefix="dcp-plan") as ahead:
-            place = self._place()
-            coming = ahead.submit(self._build, *place)
-            while True:
-                if place != self._place():  # a state was loaded, or another iterator went on
-                    place = self._place()
-                    coming = ahead.submit(self._build, *place)
-                step, place = coming.result()
-                coming = ahead.submit(self._build, *place)
-                self._epoch, self._position, self._index = place
-                if step.trainable == 0 and self.rank == 0 and not self._warned:
-                    self._warned = True
-                    _logger.warning("step %d: no token has a target, nothing to learn", step.index)
-                yield step
-
-    def _place(self) -> tuple[int, int, int]:
-        return self._epoch, self._position, self._index
+    def _taken(self, step: Step) -> None:
+        if step.trainable == 0 and self.rank == 0 and not self._warned:
+            self._warned = True
+            _logger.warning("step %d: no token has a target, nothing to learn", step.index)
 
     def _build(self, epoch: int, position: int, index: int) -> tuple[Step, tuple[int, int, int]]:
-        """The step at a place, and the place after it; runs ahead, so it changes nothing."""
         picked, next_epoch, next_position = self._sampler.step(epoch, position)
         step = self._step(self._train[picked], index=index, epoch=epoch, weighting=self.weighting)
         return step, (next_epoch, next_position, index + 1)
@@ -347,7 +452,7 @@ class Loader:
             scale=scale,
             micro_batches=[
                 self._micro_batch(sequences, lengths, trainable, starts, batch, weighting)
-                for batch in made.for_rank(self.rank)
+                for batch in in_rounds(made, self.rank)
             ],
         )
 
@@ -357,10 +462,10 @@ class Loader:
         lengths: NDArray[np.int64],
         trainable: NDArray[np.int64],
         starts: NDArray[np.int64],
-        planned: MicroBatchPlan,
+        planned: MicroBatchPlan | None,
         weighting: str,
     ) -> MicroBatch:
-        chosen = planned.sequences
+        chosen = planned.sequences if planned is not None else ()
         offsets = np.zeros(len(chosen) + 1, np.int64)
         np.cumsum(lengths[list(chosen)], out=offsets[1:])
         count = int(offsets[-1])
@@ -379,8 +484,7 @@ class Loader:
             labels,
             weights,
             row_ids,
-            group=(planned.ranks[0], len(planned.ranks)),
-            recompute=(planned.recompute.get("layer", 0), planned.recompute.get("mlp", 0)),
+            **setting_of(planned, self.rank),
         )
 
     def evaluation(self, *, tokens: int) -> Iterator[Step]:
@@ -418,25 +522,9 @@ class Loader:
         for index, part in enumerate(parts):
             yield self._step(chosen[part], index=index, epoch=0, weighting="token", scale=scale)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place of the next step, and what must be the same for it to mean the same.
-
-        It does not depend on the world, so a run resumes exactly on another number of ranks.
-
-        Returns
-        -------
-        dict
-            Plain integers and text; give it to `load_state_dict`.
-
-        Examples
-        --------
-        See `Loader`.
-        """
+    def _same(self) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
-            "epoch": self._epoch,
-            "position": self._position,
-            "step": self._index,
             "seed": self.seed,
             "tokens_per_step": self.tokens_per_step,
             "eval_share": self.eval_share,
@@ -466,17 +554,4 @@ class Loader:
         >>> bool((next(steps).sequences == next(iter(second)).sequences).all())
         True
         """
-        here = self.state_dict()
-        missing = set(here) - set(state)
-        if missing:
-            raise ArgumentError(f"loader state lacks {sorted(missing)}")
-        for key in ("version", "seed", "tokens_per_step", "eval_share", "data"):
-            if state[key] != here[key]:
-                what = "the data (files, max_length, long)" if key == "data" else key
-                raise ArgumentError(
-                    f"loader state is of other settings: {what} is {state[key]!r} there and "
-                    f"{here[key]!r} here"
-                )
-        epoch, step = whole("epoch", state["epoch"], 0), whole("step", state["step"], 0)
-        position = whole("position", state["position"], 0, len(self._train) - 1)
-        self._epoch, self._position, self._index = epoch, position, step
+        self._load_state(state, lambda epoch: len(self._train) - 1)

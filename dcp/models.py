@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError
+from dcp.cost import recompute_counts
 
 __all__ = ["Model", "Transformer1D", "next_token_labels", "preset_lr", "preset_names"]
 
@@ -287,20 +288,52 @@ class Transformer1D:
         """
         return sum(int(np.prod(shape, dtype=np.int64)) for _, shape in self.tensors())
 
-    def activation_bytes(self, token_count: int, *, threads: int | None = None) -> int:
+    def activation_bytes(
+        self,
+        token_count: int,
+        *,
+        threads: int | None = None,
+        recompute: str | Mapping[str, int] | tuple[int, int] = (0, 0),
+    ) -> int:
         """Bytes that forward and backward over so many tokens hold at most.
 
         Activations, packed copies of the weights and scratch of so many threads (None: one a core);
         not weights and gradients.
+
+        Parameters
+        ----------
+        token_count : int
+            Of one micro-batch.
+        threads : int, optional
+            That compute; None: one a core.
+        recompute : str, mapping or (int, int)
+            What is dropped and computed again: as in `Model.loss_and_gradients`, or (layers, mlps).
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A negative count, or more layers than there are.
 
         Examples
         --------
         >>> config = Transformer1D.preset("tiny")
         >>> config.activation_bytes(2048) > config.activation_bytes(1024)
         True
+        >>> config.activation_bytes(2048) > config.activation_bytes(2048, recompute="full")
+        True
         """
         count = _dcp.cpu_info()["cores"] if threads is None else threads
-        return _dcp.transformer1d_activation_bytes(self.core(), token_count, count)
+        counts = _recompute(self, recompute)
+        return _dcp.transformer1d_activation_bytes(self.core(), token_count, count, counts)
+
+
+def _recompute(
+    config: Transformer1D, recompute: str | Mapping[str, int] | tuple[int, int]
+) -> tuple[int, int]:
+    """(layers, mlps); what is wrong with the counts, the core names."""
+    if isinstance(recompute, tuple):
+        return recompute
+    return recompute_counts(recompute, config.num_hidden_layers)
 
 
 def next_token_labels(tokens: ArrayLike, offsets: ArrayLike) -> NDArray[np.int64]:
@@ -433,6 +466,7 @@ class Model:
         labels: ArrayLike | None = None,
         *,
         dropout_seed: int = 0,
+        recompute: str | Mapping[str, int] = "none",
     ) -> tuple[float, dict[str, NDArray[np.float32]]]:
         """The loss and its gradient with respect to every tensor.
 
@@ -443,6 +477,11 @@ class Model:
         dropout_seed : int
             Where `config.dropout` is above 0: which elements are dropped is a function of it and of
             the token's number.
+        recompute : str or mapping
+            What the forward pass drops and the backward pass computes again, to hold less memory:
+            "none"; "selective", the inner activations of every layer's MLP; "full", everything but
+            every layer's input; or layers per kind, ``{"layer": n, "mlp": m}``: the first n drop
+            everything, the next m those of the MLP. Results are the same to the bit.
 
         Returns
         -------
@@ -450,6 +489,19 @@ class Model:
             Cross entropy summed over the trainable tokens and divided by their number.
         gradients : dict of float32 arrays
             By Hugging Face name, in model order; new arrays.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            As `loss`; and counts to recompute that are negative or more than the layers.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> model = dcp.Model(dcp.Transformer1D(11, 8, 12, 3, 2))
+        >>> loss, _ = model.loss_and_gradients([1, 2, 3], [0, 3])
+        >>> model.loss_and_gradients([1, 2, 3], [0, 3], recompute="full")[0] == loss
+        True
         """
         labels, scale = self._labels(tokens, offsets, labels)
         gradients = {name: np.zeros_like(array) for name, array in self._weights.items()}
@@ -460,6 +512,7 @@ class Model:
             list(gradients.values()),
             scale=scale,
             dropout_seed=dropout_seed,
+            recompute=_recompute(self.config, recompute),
         )
         return loss, gradients
 

@@ -81,7 +81,7 @@ class MicroBatchPlan:
 class PlanOptions:
     """What a plan depends on beside lengths, cost model and world; see `plan`."""
 
-    strategy: str = "packed"
+    strategy: str = "dcp"
     seed: int = 0
     memory_bytes: int | None = None
     max_tokens: int | None = None
@@ -430,27 +430,10 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        """A row a rank, a bar a micro-batch, time to the right, as inline SVG."""
-        rows, width, height = min(self.world_size, 32), 640, 18
-        scale = width / self.makespan if self.makespan > 0 else 0.0
-        bars = []
-        for m in self.micro_batches:
-            tokens = int(self.lengths[list(m.sequences)].sum())
-            tip = f"{len(m.sequences)} sequences, {tokens} tokens"
-            for rank in m.ranks:
-                if rank < rows:
-                    bars.append(
-                        f'<rect x="{60 + m.start_s * scale:.1f}" y="{rank * height + 2}" '
-                        f'width="{max(1.0, (m.end_s - m.start_s) * scale - 1):.1f}" '
-                        f'height="{height - 4}" fill="#4a90c2"><title>{tip}</title></rect>'
-                    )
-        labels = "".join(
-            f'<text x="0" y="{r * height + 13}" font-size="11">rank {r}</text>' for r in range(rows)
-        )
-        return (
-            f"<div><code>{escape(repr(self))}</code><br><svg width='{width + 70}' "
-            f"height='{rows * height}'>{labels}{''.join(bars)}</svg></div>"
-        )
+        """A row a rank, a block a micro-batch, time to the right, as inline SVG."""
+        from dcp import viz
+
+        return f"<code>{escape(repr(self))}</code>{viz.plan_html(self)}"
 
 
 def _offsets(lists: Sequence[Sequence[int]]) -> NDArray[np.int64]:
@@ -474,7 +457,7 @@ def plan(
     *,
     world_size: int,
     memory_bytes: int | None = None,
-    strategy: str = "packed",
+    strategy: str = "dcp",
     seed: int = 0,
     tokens_per_step: int | None = None,
     max_tokens: int | None = None,

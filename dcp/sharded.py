@@ -1,4 +1,21 @@
-"""A model sharded over ranks: one copy of the weights on a machine, a shard of the work a rank."""
+"""A model sharded over ranks: each owns a shard of the weights, and does a share of the work.
+
+Two settings decide who holds what; results are the same. With *windows* ranks read each other's
+weights where they lie, one copy a machine; without, each layer's weights are gathered by all ranks
+when a pass comes to them. Gradients are reduced once a *step*, from a full copy on every rank, or
+by *layer*, as soon as its backward pass ends, so that a rank holds a shard of them only.
+
+==========  ==========  ==========================  ==========================  ===================
+`windows`   `reduce`    weights of a rank           gradients of a rank         micro-batches
+==========  ==========  ==========================  ==========================  ===================
+True        "step"      a shard                     all                         any number
+True        "layer"     a shard                     a shard, two groups         as many on all ranks
+False       "step"      a shard, one group          all                         as many on all ranks
+False       "layer"     a shard, one group          a shard, one group          as many on all ranks
+==========  ==========  ==========================  ==========================  ===================
+
+A group is a layer, the embedding, or final norm and head. Tied embeddings add themselves once.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +76,8 @@ class StepResult:
         Seconds that each rank computed.
     skipped : bool
         True if nothing was changed: no trainable token, or not finite.
+    gathered_bytes, reduced_bytes : int
+        What this rank received of others: weights to gather layers, gradients to sum them.
     """
 
     loss: float
@@ -66,12 +85,14 @@ class StepResult:
     seconds: float
     busy_s: list[float]
     skipped: bool
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
 
 
 class ShardedModel:
-    """Made by `fully_shard`; weights, gradients and AdamW's moments lie in windows of the world.
+    """Made by `fully_shard`, which says what the settings mean.
 
-    All ranks of a machine read one copy of the weights; each owns, updates and saves its shard.
+    Each rank owns, updates and saves its shard of weights and AdamW's moments.
     Methods marked *collective* must be called by all ranks in the same order, and by one thread at
     a time of a process, beside which no other thread computes with dcp. A context manager.
 
@@ -95,8 +116,13 @@ class ShardedModel:
         frozen: Sequence[str] = (),
         initialise: bool = True,
         forward_only: bool = False,
+        windows: bool = True,
+        reduce: Literal["step", "layer"] = "step",
         device: str = "cpu",
+        sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     ) -> None:
+        if reduce not in ("step", "layer"):
+            raise _dcp.ArgumentError(f'reduce = {reduce!r} must be "step" or "layer"')
         self.config = config
         self.world = world
         tensors = config.tensors()
@@ -110,8 +136,13 @@ class ShardedModel:
             seed=seed,
             initialise=initialise,
             forward_only=forward_only,
+            sequence_parallel=("auto", "ulysses", "ring").index(sequence_parallel),
             frozen=np.array([name in self._frozen for name in self._names], np.uint8),
+            no_windows=not windows,
+            reduce_layer=reduce == "layer",
         )
+        self.windows = bool(windows)
+        self.reduce = reduce
         self._updates = 0
         self._forward_only = forward_only
         self._stateful = set(self._names) - self._frozen
@@ -135,9 +166,41 @@ class ShardedModel:
     def update_count(self, value: int) -> None:
         self._updates = int(value)
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all ranks must run equally many micro-batches: see `dcp.rounds.pad_rounds`."""
+        return not self.windows or self.reduce == "layer"
+
     def parameters(self) -> dict[str, NDArray[np.float32]]:
-        """Read-only views of the whole weights, by name, without a copy."""
+        """The whole weights, by name, read-only: views without a copy.
+
+        Without windows no rank has them: then they are gathered, *collective*, a full copy on
+        every rank.
+        """
+        if not self.windows:
+            gathered = self._gather(_WEIGHTS)
+            for array in gathered.values():
+                array.flags.writeable = False
+            return gathered
         return {name: self._core.tensor_view(_WEIGHTS, i) for i, name in enumerate(self._names)}
+
+    def _gather(self, kind: int) -> dict[str, NDArray[np.float32]]:
+        """Whole tensors from the shards of all ranks. Collective."""
+        runs = self._core.runs(kind)
+        table = np.array([(t, first, array.size) for t, first, array in runs], np.int64).ravel()
+        values = np.concatenate([array for _, _, array in runs] or [np.zeros(0, np.float32)])
+        tables = self.world.allgatherv(table).reshape(-1, 3)
+        flat = self.world.allgatherv(values)
+        shapes = list(self.shapes.values())
+        out = [np.zeros(int(np.prod(shape)), np.float32) for shape in shapes]
+        start = 0
+        for tensor, first, count in tables.tolist():
+            out[tensor][first : first + count] = flat[start : start + count]
+            start += count
+        return {
+            name: array.reshape(shape)
+            for name, array, shape in zip(self._names, out, shapes, strict=True)
+        }
 
     def shards(self) -> dict[str, list[Run]]:
         """This rank's part of the weights and of the optimizer's state, as writable views.
@@ -192,7 +255,8 @@ class ShardedModel:
         Parameters
         ----------
         micro_batches : sequence
-            This rank's share, any number of them, none included.
+            This rank's share, any number of them, none included; as many as on every other rank
+            where `in_rounds`, else `dcp.MismatchError` on all ranks.
         scale : float
             Factor of every token's loss: 1/N for the N trainable tokens of all ranks.
         trainable : int
@@ -250,22 +314,7 @@ class ShardedModel:
         loss = self._core.gradients(
             micro_batches, scale=scale, dropout_seed=dropout_seed, groups=groups
         )
-        runs = self._core.runs(_GRADIENTS)
-        table = np.array([(t, first, array.size) for t, first, array in runs], np.int64).ravel()
-        values = np.concatenate([array for _, _, array in runs] or [np.zeros(0, np.float32)])
-        tables = self.world.allgatherv(table).reshape(-1, 3)
-        flat = self.world.allgatherv(values)
-        shapes = list(self.shapes.values())
-        out = [np.zeros(int(np.prod(shape)), np.float32) for shape in shapes]
-        start = 0
-        for tensor, first, count in tables.tolist():
-            out[tensor][first : first + count] = flat[start : start + count]
-            start += count
-        grads = {
-            name: array.reshape(shape)
-            for name, array, shape in zip(self._names, out, shapes, strict=True)
-        }
-        return loss, grads
+        return loss, self._gather(_GRADIENTS)
 
     def evaluate(
         self,
@@ -274,11 +323,18 @@ class ShardedModel:
         scale: float,
         groups: Sequence[tuple[int, int]] = (),
     ) -> float:
-        """Sum over all ranks of the scaled loss, without dropout and gradients. Collective."""
+        """Sum over all ranks of the scaled loss, without dropout and gradients. Collective.
+
+        Ranks may bring different numbers of micro-batches, whatever the settings. Micro-batches
+        of several ranks come in the same round on all of these where there are no windows.
+        """
         return float(self._core.evaluate(micro_batches, scale, groups))
 
     def parameters_sha256(self) -> str:
-        """SHA-256 of all parameters' bytes, in the order of their names."""
+        """SHA-256 of all parameters' bytes, in the order of their names.
+
+        Collective where there are no windows, as `parameters`.
+        """
         digest = hashlib.sha256()
         for _, array in sorted(self.parameters().items()):
             digest.update(array.data)
@@ -310,11 +366,14 @@ def fully_shard(
     block_rows: int = 1,
     seed: int = 0,
     frozen: Sequence[str] = (),
+    windows: bool = True,
+    reduce: Literal["step", "layer"] = "step",
 ) -> ShardedModel:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
 
-    Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437) and lie in
-    windows of shared memory: the gathered weights *are* the shards, one set a machine, no copy.
+    Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437). With
+    windows they lie in shared memory: the gathered weights *are* the shards, one set a machine, no
+    copy. See `dcp.sharded` for a table of what each rank holds.
 
     Parameters
     ----------
@@ -329,6 +388,13 @@ def fully_shard(
         Of the initial weights.
     frozen : sequence of str
         Names or ``*`` patterns of tensors that are not trained.
+    windows : bool
+        Whether ranks read each other's weights in place. Without, each group of tensors is gathered
+        by all ranks when a pass comes to it, and dropped when it leaves.
+    reduce : {"step", "layer"}
+        When gradients are summed over ranks: once a step (least traffic; every rank holds all
+        gradients), or as each layer's backward pass ends (a shard of the gradients; as many times
+        the traffic as there are micro-batches).
 
     Returns
     -------
@@ -350,7 +416,14 @@ def fully_shard(
     config: Any = getattr(model, "config", model)
     source = model.parameters() if hasattr(model, "parameters") else None
     sharded = ShardedModel(
-        config, world, block_rows=block_rows, seed=seed, frozen=frozen, initialise=source is None
+        config,
+        world,
+        block_rows=block_rows,
+        seed=seed,
+        frozen=frozen,
+        initialise=source is None,
+        windows=windows,
+        reduce=reduce,
     )
     if source is not None:
         for run in sharded.shards()["weights"]:

@@ -57,6 +57,8 @@ class StepRecord:
         Micro-batches per rank.
     sp : list of int
         Sequence-parallel size of each micro-batch of rank 0.
+    winner : str
+        The strategy whose candidate the plan is.
     arm : None
         Setting of the controller.
     skipped : bool
@@ -74,6 +76,7 @@ class StepRecord:
     idle_share: float | None
     micro_batches: list[int]
     sp: list[int]
+    winner: str
     arm: None = None
     skipped: bool = False
 
@@ -303,6 +306,7 @@ class Trainer:
             idle_share=_idle_share(busy),
             micro_batches=counts,
             sp=sizes,
+            winner=str(data.plan.winner),
             skipped=bool(result.skipped),
         )
         return record, busy

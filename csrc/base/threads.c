@@ -205,6 +205,26 @@ dcp_pool_scratch(dcp_pool_t *pool, int32_t worker, int64_t bytes, void **scratch
     return DCP_OK;
 }
 
+int64_t
+dcp_pool_scratch_bytes(const dcp_pool_t *pool)
+{
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < pool->size; i++) {
+        bytes += pool->workers[i].scratch_bytes;
+    }
+    return bytes;
+}
+
+void
+dcp_pool_trim(dcp_pool_t *pool)
+{
+    for (int32_t i = 0; i < pool->size; i++) {
+        dcp_free(pool->workers[i].scratch);
+        pool->workers[i].scratch = NULL;
+        pool->workers[i].scratch_bytes = 0;
+    }
+}
+
 int32_t
 dcp_core_count(void)
 {

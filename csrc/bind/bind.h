@@ -97,6 +97,7 @@ int bind_ops_register(PyObject *module);
 int bind_model_register(PyObject *module);
 int bind_layout_register(PyObject *module);
 int bind_plan_register(PyObject *module);
+int bind_sim_register(PyObject *module);
 int bind_step_register(PyObject *module);
 
 #endif

@@ -382,22 +382,25 @@ call_start(model_object_t *self, call_t *call)
 
 PyDoc_STRVAR(forward_backward_doc,
              "forward_backward(tokens, offsets, labels, gradients, *, weights=None, "
-             "scale=1.0, row_ids=None, dropout_seed=0)\n--\n\nScaled loss; adds the "
-             "gradient to the arrays of `gradients`.");
+             "scale=1.0, row_ids=None, dropout_seed=0, recompute=(0, 0))\n--\n\nScaled "
+             "loss; adds the gradient to the arrays of `gradients`. recompute: layers "
+             "and MLPs.");
 
 static PyObject *
 model_forward_backward(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"tokens", "offsets", "labels",       "gradients", "weights",
-                            "scale",  "row_ids", "dropout_seed", NULL};
+                            "scale",  "row_ids", "dropout_seed", "recompute", NULL};
     model_object_t *self = (model_object_t *)object;
     PyObject *tokens, *offsets, *labels, *gradients, *weights = Py_None;
     PyObject *row_ids = Py_None;
     double scale = 1;
     unsigned long long seed = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OdOK", names, &tokens,
+    int32_t recompute[DCP_RECOMPUTE_KINDS] = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OdOK(ii)", names, &tokens,
                                      &offsets, &labels, &gradients, &weights, &scale,
-                                     &row_ids, &seed)) {
+                                     &row_ids, &seed, &recompute[DCP_RECOMPUTE_LAYER],
+                                     &recompute[DCP_RECOMPUTE_MLP])) {
         return NULL;
     }
     call_t call;
@@ -414,6 +417,7 @@ model_forward_backward(PyObject *object, PyObject *args, PyObject *kwargs)
     }
     call.batch.scale = scale;
     call.batch.dropout_seed = seed;
+    memcpy(call.batch.recompute, recompute, sizeof recompute);
     dcp_status_t status;
     BIND_COMPUTE(status,
                  dcp_model_forward_backward(self->model, &call.batch, &call.loss));
@@ -595,8 +599,11 @@ config_activation_bytes(PyObject *module, PyObject *args)
     PyObject *mapping;
     long long token_count;
     int thread_count;
+    int32_t recompute[DCP_RECOMPUTE_KINDS] = {0};
     dcp_transformer1d_config_t config;
-    if (!PyArg_ParseTuple(args, "OLi", &mapping, &token_count, &thread_count)
+    if (!PyArg_ParseTuple(args, "OLi|(ii)", &mapping, &token_count, &thread_count,
+                          &recompute[DCP_RECOMPUTE_LAYER],
+                          &recompute[DCP_RECOMPUTE_MLP])
         || bind_transformer1d_config(mapping, &config) < 0) {
         return NULL;
     }
@@ -606,8 +613,12 @@ config_activation_bytes(PyObject *module, PyObject *args)
                                    "thread_count %d must be positive",
                                    token_count, thread_count));
     }
+    dcp_status_t status = dcp_transformer1d_check_recompute(&config, recompute);
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
     return PyLong_FromLongLong(
-        dcp_model_pass_bytes(&config, token_count, thread_count));
+        dcp_model_pass_bytes(&config, token_count, recompute, thread_count));
 }
 
 static PyMethodDef config_functions[] = {
@@ -621,10 +632,9 @@ static PyMethodDef config_functions[] = {
      "of "
      "a run of elements of a tensor, float32 [count]."},
     {"transformer1d_activation_bytes", config_activation_bytes, METH_VARARGS,
-     "transformer1d_activation_bytes(config, token_count, thread_count)\n--\n\nBytes "
-     "that a pass "
-     "over "
-     "so many tokens holds at most, beside weights and gradients."},
+     "transformer1d_activation_bytes(config, token_count, thread_count, recompute=(0, "
+     "0))\n--\n\nBytes that a pass over so many tokens holds at most, beside weights "
+     "and gradients. recompute: layers and MLPs."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -215,25 +215,36 @@ checked(sharded_object_t *self)
 PyDoc_STRVAR(
     sharded_doc,
     "Sharded(world, config, *, device, block_rows, seed, initialise, forward_only, "
-    "frozen, no_windows, reduce_layer)\n--\n\nA model sharded over the ranks of a "
+    "frozen, no_windows, reduce_layer, sequence_parallel)\n--\n\nA model sharded over "
+    "the ranks of a "
     "world. Collective.");
 
 static int
 sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "world",        "config", "device",     "block_rows",   "seed", "initialise",
-        "forward_only", "frozen", "no_windows", "reduce_layer", NULL};
+    static char *names[] = {"world",
+                            "config",
+                            "device",
+                            "block_rows",
+                            "seed",
+                            "initialise",
+                            "forward_only",
+                            "frozen",
+                            "no_windows",
+                            "reduce_layer",
+                            "sequence_parallel",
+                            NULL};
     sharded_object_t *self = (sharded_object_t *)object;
     PyObject *world, *mapping, *frozen = Py_None;
     const char *device_name = "cpu";
     long long block_rows = 1;
     unsigned long long seed = 0;
     int initialise = 1, forward_only = 0, no_windows = 0, reduce_layer = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppOpp", names, &world,
+    int sequence_kind = DCP_SEQUENCE_AUTO;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppOppi", names, &world,
                                      &mapping, &device_name, &block_rows, &seed,
                                      &initialise, &forward_only, &frozen, &no_windows,
-                                     &reduce_layer)) {
+                                     &reduce_layer, &sequence_kind)) {
         return -1;
     }
     if (self->sharded != NULL) {
@@ -281,6 +292,7 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
         .frozen = mask != NULL ? PyArray_DATA(mask) : NULL,
         .no_windows = no_windows,
         .reduce_layer = reduce_layer,
+        .sequence_kind = (dcp_sequence_kind_t)sequence_kind,
     };
     dcp_status_t status;
     BIND_NOGIL(status, dcp_sharded_create(comm, &config, device, pool, &options,
@@ -408,10 +420,12 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
     if (status != DCP_OK) {
         bind_raise(status);
     } else if (update) {
-        out = Py_BuildValue("{s:d,s:d,s:d,s:O,s:N}", "loss", result.loss, "grad_norm",
-                            result.grad_norm, "seconds", (double)result.wall_ns * 1e-9,
-                            "skipped", result.skipped ? Py_True : Py_False, "busy_s",
-                            busy_list(busy_ns, ranks));
+        out = Py_BuildValue(
+            "{s:d,s:d,s:d,s:O,s:L,s:L,s:N}", "loss", result.loss, "grad_norm",
+            result.grad_norm, "seconds", (double)result.wall_ns * 1e-9, "skipped",
+            result.skipped ? Py_True : Py_False, "gathered_bytes",
+            (long long)result.gathered_bytes, "reduced_bytes",
+            (long long)result.reduced_bytes, "busy_s", busy_list(busy_ns, ranks));
     } else {
         out = PyFloat_FromDouble(result.loss);
     }
@@ -424,7 +438,8 @@ PyDoc_STRVAR(sharded_step_doc,
              "plan_hash, clip, lr, "
              "beta1, beta2, eps, weight_decay, skip_nonfinite, "
              "dropout_seed)\n--\n\nOne optimizer step. "
-             "Collective. Returns a dict: loss, grad_norm, seconds, skipped, busy_s.");
+             "Collective. Returns a dict: loss, grad_norm, seconds, skipped, "
+             "gathered_bytes, reduced_bytes, busy_s.");
 
 static PyObject *
 sharded_step(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -531,8 +546,8 @@ make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
     return array;
 }
 
-static float *
-kind_data(sharded_object_t *self, int kind)
+static const dcp_dbuffer_t *
+kind_buffer(sharded_object_t *self, int kind)
 {
     dcp_sharded_t *sharded = checked(self);
     if (sharded == NULL) {
@@ -545,9 +560,8 @@ kind_data(sharded_object_t *self, int kind)
     if (buffer == NULL) {
         bind_raise(
             DCP_FAIL(DCP_ERR_ARG, "kind %d: this model has no such buffer", kind));
-        return NULL;
     }
-    return dcp_dbuffer_data(buffer);
+    return buffer;
 }
 
 PyDoc_STRVAR(sharded_tensor_view_doc, "tensor_view(kind, index)\n--\n\nThe whole "
@@ -562,8 +576,8 @@ sharded_tensor_view(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "iL", &kind, &index)) {
         return NULL;
     }
-    float *data = kind_data(self, (int)kind);
-    if (data == NULL) {
+    const dcp_dbuffer_t *buffer = kind_buffer(self, (int)kind);
+    if (buffer == NULL) {
         return NULL;
     }
     if (index < 0 || index >= dcp_sharded_tensor_count(self->sharded)) {
@@ -573,9 +587,14 @@ sharded_tensor_view(PyObject *object, PyObject *args)
     }
     const dcp_model_tensor_t *tensor = dcp_sharded_tensor(self->sharded, index);
     npy_intp shape[2] = {tensor->shape[0], tensor->shape[1]};
-    return make_view(
-        self, data + dcp_dbuffer_layout_start(dcp_sharded_layout(self->sharded), index),
-        tensor->dim_count, shape, 0);
+    float *data = dcp_dbuffer_tensor_data(buffer, index);
+    if (data == NULL) {
+        return bind_raise(DCP_FAIL(DCP_ERR_STATE,
+                                   "%s: no rank has a whole tensor where each holds "
+                                   "its shard alone: gather the runs of all ranks",
+                                   tensor->name));
+    }
+    return make_view(self, data, tensor->dim_count, shape, 0);
 }
 
 PyDoc_STRVAR(sharded_runs_doc, "runs(kind)\n--\n\nThis rank's shard: a list of (tensor "
@@ -590,8 +609,8 @@ sharded_runs(PyObject *object, PyObject *argument)
     if (kind == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    float *data = kind_data(self, (int)kind);
-    if (data == NULL) {
+    const dcp_dbuffer_t *buffer = kind_buffer(self, (int)kind);
+    if (buffer == NULL) {
         return NULL;
     }
     const dcp_dbuffer_run_t *runs;
@@ -602,7 +621,8 @@ sharded_runs(PyObject *object, PyObject *argument)
     PyObject *list = PyList_New(0);
     for (int64_t i = 0; list != NULL && i < count; i++) {
         npy_intp size = runs[i].count;
-        PyObject *view = make_view(self, data + runs[i].start, 1, &size, 1);
+        PyObject *view =
+            make_view(self, dcp_dbuffer_run_data(buffer, &runs[i]), 1, &size, 1);
         PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
                                                       (long long)runs[i].first, view)
                                       : NULL;

@@ -5,7 +5,8 @@
  * group's rank 0 makes its comm memory, tells where in a second round, the others map
  * it, and a third round agrees that all could. So a rank that lacks memory makes the
  * call fail on all ranks alike, and nothing is half made. Memory of a communicator:
- * four copies of an arena a rank, 1 MB each in the world, 256 KB in groups. */
+ * four copies of an arena a rank, 1 MB each in the world, 256 KB in groups. Each rank
+ * counts its share of the world's as held. */
 #define _GNU_SOURCE
 #include "shm.h"
 
@@ -146,14 +147,24 @@ release_root(shm_root_t *root)
 
 /* A communicator without memory and members yet; takes over one use of root. */
 static dcp_status_t
-alloc_comm(shm_root_t *root, int32_t rank, int32_t size, shm_comm_t **comm_p)
+alloc_comm(shm_root_t *root, int32_t rank, int32_t size, int64_t counted_bytes,
+           shm_comm_t **comm_p)
 {
     int64_t each =
         (int64_t)(sizeof(void *) * 3 + sizeof(uint64_t) * 2 + sizeof(int32_t) * 2);
     int64_t head = ((int64_t)sizeof(shm_comm_t) + 63) / 64 * 64;
     void *memory;
-    DCP_TRY(dcp_alloc_zeroed(head + size * each, "communicator", &memory));
+    dcp_status_t status = dcp_alloc_account(counted_bytes, "memory of a communicator");
+    if (status != DCP_OK) {
+        return status;
+    }
+    status = dcp_alloc_zeroed(head + size * each, "communicator", &memory);
+    if (status != DCP_OK) {
+        dcp_alloc_account(-counted_bytes, "memory of a communicator");
+        return status;
+    }
     shm_comm_t *comm = memory;
+    comm->counted_bytes = counted_bytes;
     comm->base.ops = &shm_ops;
     comm->base.rank = rank;
     comm->base.size = size;
@@ -184,6 +195,7 @@ shm_destroy(dcp_comm_t *base)
     }
     shm_message_fini(comm);
     shm_map_release(comm->map);
+    dcp_alloc_account(-comm->counted_bytes, "memory of a communicator");
     release_root(comm->root);
     dcp_free(comm);
 }
@@ -221,7 +233,7 @@ gather_group(shm_comm_t *comm, int32_t color, shm_comm_t **new_p, int32_t *leade
         rank++;
     }
     shm_comm_t *new_comm = NULL;
-    dcp_status_t status = alloc_comm(comm->root, rank, count, &new_comm);
+    dcp_status_t status = alloc_comm(comm->root, rank, count, 0, &new_comm);
     if (status == DCP_OK) {
         for (int32_t i = 0; i < count; i++) {
             new_comm->members[i] = comm->members[keys[i].rank];
@@ -388,7 +400,9 @@ dcp_comm_create_shm(const dcp_comm_options_t *given, dcp_comm_t **comm_p)
     root->spin_count = options.size <= dcp_core_count() ? SPIN_COUNT : 0;
     root->user_count = 1;
     shm_comm_t *comm = NULL;
-    dcp_status_t status = alloc_comm(root, options.rank, options.size, &comm);
+    dcp_status_t status =
+        alloc_comm(root, options.rank, options.size,
+                   comm_layout(options.size, true).rows / options.size, &comm);
     if (status != DCP_OK) {
         dcp_free(root);
         return status;

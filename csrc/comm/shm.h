@@ -105,6 +105,7 @@ typedef struct shm_comm {
     shm_channel_t *channels; /* [sender, receiver] */
     char *arenas;            /* [size, 4, arena_bytes] */
     int64_t arena_bytes;     /* of one copy */
+    int64_t counted_bytes;   /* of this rank's share of the memory */
     uint64_t phase;          /* last round */
     uint64_t alltoall_count; /* calls so far: picks the copy of rows */
     const comm_call_t *call; /* running one, for messages */

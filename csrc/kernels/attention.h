@@ -47,6 +47,7 @@ typedef struct attention_gradient_view {
     int64_t dq_stride, dk_stride, dv_stride;
     int64_t dq_head_stride; /* from head to head */
     int64_t dq_first;       /* row of the sequence at which dq stands */
+    int32_t accumulate;     /* dk and dv are added to */
 } attention_gradient_view_t;
 
 typedef struct attention_forward_ops {
@@ -61,8 +62,8 @@ typedef struct attention_backward_ops {
     /* Scratch of a call over at most key_count keys. */
     int64_t (*scratch_bytes)(int64_t key_count, int64_t head_dim);
     /* Keys first .. end-1: one segment of a sequence with query rows. Writes dk and dv
-     * of these keys; adds its part of dq, or, with `store`, overwrites. Query rows that
-     * see no key of the segment are left alone. */
+     * of these keys, or adds to them; adds its part of dq, or, with `store`,
+     * overwrites. Query rows that see no key of the segment are left alone. */
     void (*run)(const attention_gradient_view_t *view, int64_t first, int64_t end,
                 int32_t store, void *scratch);
 } attention_backward_ops_t;

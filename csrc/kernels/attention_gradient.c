@@ -62,6 +62,7 @@ gradient_view_of(const dcp_attention_backward_args_t *args, int64_t sequence,
         .dk_stride = args->dk_stride,
         .dv_stride = args->dv_stride,
         .dq_head_stride = forward->head_dim,
+        .accumulate = args->accumulate,
     };
 }
 
@@ -116,8 +117,11 @@ backward_sequence(const attention_job_t *job, const attention_unit_t *unit,
     int64_t width = forward->group_size * args->head_dim;
     int64_t idle = forward->key_count == 0 ? forward->query_count
                                            : attention_first_row(forward, 0);
-    if (unit->first == 0) {
+    if (unit->first == 0 && !view.accumulate) {
         attention_clear_rows(view.dq, view.dq_stride, width, 0, idle);
+    }
+    if (forward->query_count == 0 && view.accumulate) {
+        return;
     }
     if (forward->query_count == 0) {
         attention_clear_rows(view.dk, view.dk_stride, args->head_dim, 0,
@@ -138,8 +142,8 @@ backward_sequence(const attention_job_t *job, const attention_unit_t *unit,
     int64_t keys = attention_segment_keys(forward->key_count);
     for (int64_t key = unit->first; key < end; key += keys) {
         int64_t segment_end = key + keys < end ? key + keys : end;
-        backward_ops()->run(&view, key, segment_end, key == 0 || unit->partial != NULL,
-                            scratch);
+        int32_t store = (key == 0 && !view.accumulate) || unit->partial != NULL;
+        backward_ops()->run(&view, key, segment_end, store, scratch);
     }
 }
 
@@ -230,6 +234,9 @@ check_backward(const dcp_attention_backward_args_t *args)
         return DCP_FAIL(DCP_ERR_ARG, "key_rows %" PRId64 " must not be negative",
                         args->key_rows);
     }
+    if (forward->key_ends != NULL) {
+        return DCP_FAIL(DCP_ERR_ARG, "key_ends must be NULL in the backward pass");
+    }
     DCP_TRY(attention_check(forward, args->key_rows));
     DCP_TRY(attention_check_stride("dout_stride", args->dout_stride, forward->heads,
                                    forward->head_dim));
@@ -251,10 +258,15 @@ dcp_cpu_attention_backward(dcp_pool_t *pool, const dcp_attention_backward_args_t
     int64_t key_end = attention_offset(forward, attention_key_offsets(forward),
                                        forward->sequence_count);
     int64_t kv_width = forward->kv_heads * forward->head_dim;
-    attention_clear_rows(args->dq, args->dq_stride, forward->heads * forward->head_dim,
-                         row_end, forward->query_rows);
-    attention_clear_rows(args->dk, args->dk_stride, kv_width, key_end, args->key_rows);
-    attention_clear_rows(args->dv, args->dv_stride, kv_width, key_end, args->key_rows);
+    if (!args->accumulate) {
+        attention_clear_rows(args->dq, args->dq_stride,
+                             forward->heads * forward->head_dim, row_end,
+                             forward->query_rows);
+        attention_clear_rows(args->dk, args->dk_stride, kv_width, key_end,
+                             args->key_rows);
+        attention_clear_rows(args->dv, args->dv_stride, kv_width, key_end,
+                             args->key_rows);
+    }
 
     attention_job_t job = {.pool = pool, .args = forward, .gradient_args = args};
     double total_cost = 0.0;

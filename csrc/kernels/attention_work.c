@@ -49,6 +49,25 @@ attention_check_stride(const char *what, int64_t stride, int64_t heads, int64_t 
     return DCP_OK;
 }
 
+static dcp_status_t
+check_key_ranges(const dcp_attention_args_t *args, int64_t key_rows)
+{
+    if (args->key_offsets == NULL) {
+        return DCP_FAIL(DCP_ERR_ARG, "key_ends needs key_offsets");
+    }
+    for (int64_t i = 0; i < args->sequence_count; i++) {
+        int64_t begin = attention_offset(args, args->key_offsets, i);
+        int64_t end = attention_offset(args, args->key_ends, i);
+        if (begin < 0 || end < begin || (key_rows >= 0 && end > key_rows)) {
+            return DCP_FAIL(DCP_ERR_ARG,
+                            "sequence %" PRId64 " owns key rows %" PRId64 "..%" PRId64
+                            ": the range must lie within k",
+                            i, begin, end);
+        }
+    }
+    return DCP_OK;
+}
+
 dcp_status_t
 attention_check(const dcp_attention_args_t *args, int64_t key_rows)
 {
@@ -80,6 +99,9 @@ attention_check(const dcp_attention_args_t *args, int64_t key_rows)
     DCP_TRY(attention_check_stride("out_stride", args->out_stride, args->heads,
                                    args->head_dim));
     DCP_TRY(check_offsets(args, args->offsets, "offsets", args->query_rows, "q"));
+    if (args->key_ends != NULL) {
+        return check_key_ranges(args, key_rows);
+    }
     if (args->key_offsets != NULL) {
         return check_offsets(args, args->key_offsets, "key_offsets", key_rows, "k");
     }
@@ -110,7 +132,10 @@ attention_view(const dcp_attention_args_t *args, int64_t sequence, int64_t kv_he
         .v_stride = args->v_stride,
         .query_count = attention_offset(args, args->offsets, sequence + 1) - row,
         .key_count =
-            attention_offset(args, attention_key_offsets(args), sequence + 1) - key,
+            (args->key_ends != NULL
+                 ? attention_offset(args, args->key_ends, sequence)
+                 : attention_offset(args, attention_key_offsets(args), sequence + 1))
+            - key,
         .group_size = group_size,
         .head_dim = args->head_dim,
         .scale = args->scale,

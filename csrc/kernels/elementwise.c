@@ -1,4 +1,4 @@
-/* add, zero and column_sum: checks and the cut into tasks. */
+/* add, row_add, zero and column_sum: checks and the cut into tasks. */
 #include "dcp/kernels.h"
 #include "rowwise.h"
 
@@ -28,6 +28,52 @@ dcp_cpu_add(dcp_pool_t *pool, const dcp_add_args_t *args)
         return DCP_OK;
     }
     return rowwise_run(pool, args->count, 1, copy_elements, args);
+}
+
+static void
+add_rows(const void *untyped, int64_t first, int64_t last)
+{
+    const dcp_row_add_args_t *args = untyped;
+    const elementwise_ops_t *ops = ROWWISE_OPS(elementwise_ops);
+    for (int64_t row = first; row < last; row++) {
+        dcp_add_args_t one = {.count = args->width,
+                              .a = args->a + row * args->a_stride,
+                              .b = args->b + row * args->b_stride,
+                              .out = args->out + row * args->out_stride};
+        ops->add(&one, 0, args->width);
+    }
+}
+
+static void
+copy_rows(const void *untyped, int64_t first, int64_t last)
+{
+    const dcp_row_add_args_t *args = untyped;
+    for (int64_t row = first; row < last; row++) {
+        memcpy(args->out + row * args->out_stride, args->a + row * args->a_stride,
+               (size_t)args->width * sizeof(float));
+    }
+}
+
+dcp_status_t
+dcp_cpu_row_add(dcp_pool_t *pool, const dcp_row_add_args_t *args)
+{
+    CHECK_SIZE("row_add", rows);
+    CHECK_SIZE("row_add", width);
+    if (args->rows == 0 || args->width == 0) {
+        return DCP_OK;
+    }
+    CHECK_POINTER("row_add", a);
+    CHECK_POINTER("row_add", out);
+    CHECK_STRIDE("row_add", a_stride, args->width);
+    CHECK_STRIDE("row_add", out_stride, args->width);
+    if (args->b != NULL) {
+        CHECK_STRIDE("row_add", b_stride, args->width);
+        return rowwise_run(pool, args->rows, args->width, add_rows, args);
+    }
+    if (args->out == args->a && args->out_stride == args->a_stride) {
+        return DCP_OK;
+    }
+    return rowwise_run(pool, args->rows, args->width, copy_rows, args);
 }
 
 enum { ZERO_UNIT_BYTES = 64 };

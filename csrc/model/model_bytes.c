@@ -79,6 +79,14 @@ gemm_scratch_bytes(int64_t token_count, int64_t width)
            + smaller(columns * depth * float_bytes, GEMM_SLAB_BYTES);
 }
 
+/* Sequences that attention's backward pass may cut into segments: those with more than
+ * one in 2 P of all (key-value head, sequence) units' work. */
+static int64_t
+split_sequences(const dcp_transformer1d_config_t *config, int32_t thread_count)
+{
+    return (2 * (int64_t)thread_count - 1) / config->num_key_value_heads;
+}
+
 /* Scratch of all workers together. */
 static int64_t
 scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
@@ -94,7 +102,8 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
         partial_rows += longest - key;
     }
     if (longest > 0) {
-        partial_rows *= token_count / longest + (token_count % longest != 0);
+        int64_t sequences = token_count / longest + (token_count % longest != 0);
+        partial_rows *= smaller(sequences, split_sequences(config, thread_count));
     }
     int64_t shared =
         partial_rows * q_width * float_bytes + token_count * ATTENTION_UNIT_BYTES;
@@ -115,18 +124,26 @@ panel_bytes(int64_t out, int64_t in)
 }
 
 int64_t
+dcp_model_beside_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
+                       int32_t thread_count)
+{
+    return dcp_model_staging_bytes(config, token_count)
+           + dcp_model_rope_rows(config, token_count) * config->head_dim
+                 * (int64_t)sizeof(float)
+           + scratch_bytes(config, token_count, thread_count);
+}
+
+int64_t
 dcp_model_pass_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
-                     int32_t thread_count)
+                     const int32_t *recompute, int32_t thread_count)
 {
     dcp_pass_t pass;
     dcp_layer_t layer;
     dcp_linear_t *linears[DCP_LINEARS_PER_LAYER];
-    dcp_pass_layout(config, token_count, true, NULL, &pass);
+    dcp_pass_layout(config, token_count, true, recompute, NULL, &pass);
     int64_t bytes = (int64_t)sizeof(dcp_model_t) + OBJECT_BYTES
                     + config->num_hidden_layers * (int64_t)sizeof(dcp_layer_t);
-    bytes += pass.bytes + dcp_model_staging_bytes(config, token_count);
-    bytes += dcp_model_rope_rows(config, token_count) * config->head_dim
-             * (int64_t)sizeof(float);
+    bytes += pass.bytes + dcp_model_beside_bytes(config, token_count, thread_count);
     dcp_layer_set_sizes(config, &layer);
     dcp_layer_linears(&layer, linears);
     for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
@@ -134,12 +151,12 @@ dcp_model_pass_bytes(const dcp_transformer1d_config_t *config, int64_t token_cou
             config->num_hidden_layers * panel_bytes(linears[j]->out, linears[j]->in);
     }
     bytes += panel_bytes(config->vocab_size, config->hidden_size);
-    return bytes + scratch_bytes(config, token_count, thread_count);
+    return bytes;
 }
 
 int64_t
 dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                           int64_t token_count)
+                           int64_t token_count, const int32_t *recompute)
 {
-    return dcp_model_pass_bytes(config, token_count, dcp_core_count());
+    return dcp_model_pass_bytes(config, token_count, recompute, dcp_core_count());
 }

@@ -5,7 +5,14 @@
  * is as large as the largest micro-batch so far needed, and grows by being freed first,
  * so that old and new are never held at once. Per token and layer it keeps
  * 2 h + (2 H + 2 K) D + H + 2 f + 2 floats: outputs of norms and of SwiGLU are computed
- * again in the backward pass, and the logits exist one chunk at a time.
+ * again in the backward pass, and the logits exist one chunk at a time. Of layers that
+ * are recomputed only the h floats of x are kept one by one; the rest of them lies in
+ * one place, as does gate and up of recomputed MLPs. The last layer to write there
+ * leaves its arrays for the backward pass, which begins with it.
+ *
+ * Everything grows and stays, yet all of it together is never more than one pass was to
+ * hold: a long micro-batch that recomputes much and a short one that recomputes nothing
+ * would else leave the scratch of the one beside the arena of the other.
  *
  * What the batch does not say in the device's words is derived in host memory
  * ("staging"): positions inside sequences, offsets without empty sequences (so that
@@ -70,8 +77,8 @@ dcp_model_logits_stride(const dcp_transformer1d_config_t *config)
 }
 
 static void
-take_kept(const dcp_transformer1d_config_t *config, int64_t rows, arena_t *arena,
-          dcp_kept_t *kept)
+take_attention(const dcp_transformer1d_config_t *config, int64_t rows, arena_t *arena,
+               dcp_kept_t *kept)
 {
     int64_t heads = config->num_attention_heads;
     kept->input_rstd = take_floats(arena, rows);
@@ -80,8 +87,33 @@ take_kept(const dcp_transformer1d_config_t *config, int64_t rows, arena_t *arena
     kept->lse = take_floats(arena, rows * heads);
     kept->x_middle = take_floats(arena, rows * config->hidden_size);
     kept->post_rstd = take_floats(arena, rows);
+}
+
+static void
+take_mlp(const dcp_transformer1d_config_t *config, int64_t rows, arena_t *arena,
+         dcp_kept_t *kept)
+{
     kept->gate = take_floats(arena, rows * config->intermediate_size);
     kept->up = take_floats(arena, rows * config->intermediate_size);
+}
+
+/* All parts, where layers may differ in what they drop. */
+static void
+take_parts(const dcp_transformer1d_config_t *config, arena_t *arena, dcp_pass_t *pass)
+{
+    dcp_kept_t kept;
+    arena_t one = {0};
+    take_attention(config, pass->token_count, &one, &kept);
+    pass->attention_bytes = one.used;
+    take_mlp(config, pass->token_count, &one, &kept);
+    pass->mlp_bytes = one.used - pass->attention_bytes;
+    int64_t n = pass->recompute[DCP_RECOMPUTE_LAYER];
+    int64_t m = pass->recompute[DCP_RECOMPUTE_MLP];
+    int64_t other = pass->training ? config->num_hidden_layers - n - m : 1;
+    int64_t attentions = min_i64(n, 1) + m + other;
+    int64_t mlps = min_i64(n, 1) + min_i64(m, 1) + other;
+    pass->part_base =
+        take(arena, 1, attentions * pass->attention_bytes + mlps * pass->mlp_bytes);
 }
 
 /* The parts of the scratch begin at the same place: only one is alive at a time. */
@@ -103,13 +135,16 @@ take_scratch(const dcp_transformer1d_config_t *config, arena_t *arena, dcp_pass_
 
 void
 dcp_pass_layout(const dcp_transformer1d_config_t *config, int64_t token_count,
-                bool training, char *base, dcp_pass_t *pass_p)
+                bool training, const int32_t *recompute, char *base, dcp_pass_t *pass_p)
 {
     int64_t rows = token_count, h = config->hidden_size;
     int64_t layers = config->num_hidden_layers;
     arena_t arena = {.base = base};
     dcp_pass_t pass = {.token_count = rows, .training = training};
     int64_t chunk = CHUNK_BYTES / (int64_t)sizeof(float) / config->vocab_size;
+    for (int kind = 0; kind < DCP_RECOMPUTE_KINDS; kind++) {
+        pass.recompute[kind] = training && recompute != NULL ? recompute[kind] : 0;
+    }
     pass.chunk_rows = min_i64(rows, max_i64(chunk, CHUNK_LEAST_ROWS));
     pass.loss = take(&arena, 1, (int64_t)sizeof(double));
     pass.offsets = take(&arena, rows + 1, (int64_t)sizeof(int64_t));
@@ -125,14 +160,7 @@ dcp_pass_layout(const dcp_transformer1d_config_t *config, int64_t token_count,
         pass.x_stride = arena.used - (pass.x_base - base);
         take(&arena, 1, layers * pass.x_stride);
     }
-    dcp_kept_t kept;
-    pass.layer_base = base != NULL ? base + arena.used : NULL;
-    int64_t first = arena.used;
-    take_kept(config, rows, &arena, &kept);
-    if (training) {
-        pass.layer_stride = arena.used - first;
-        take(&arena, layers - 1, pass.layer_stride);
-    }
+    take_parts(config, &arena, &pass);
     pass.norm = take_floats(&arena, rows * h);
     if (training) {
         pass.dnorm = take_floats(&arena, rows * h);
@@ -147,10 +175,34 @@ void
 dcp_pass_kept(const dcp_transformer1d_config_t *config, const dcp_pass_t *pass,
               int64_t layer, dcp_kept_t *kept_p)
 {
-    arena_t arena = {.base = pass->layer_base + layer * pass->layer_stride};
-    take_kept(config, pass->token_count, &arena, kept_p);
+    int64_t n = pass->recompute[DCP_RECOMPUTE_LAYER];
+    int64_t m = pass->recompute[DCP_RECOMPUTE_MLP];
+    int64_t part_bytes = pass->attention_bytes + pass->mlp_bytes;
+    char *middle = pass->part_base + (n > 0 ? part_bytes : 0); /* of layers n .. */
+    char *middle_mlp = middle + m * pass->attention_bytes;
+    arena_t attention = {.base = pass->part_base};
+    arena_t mlp = {.base = pass->part_base + pass->attention_bytes};
+    if (pass->training && layer >= n && layer < n + m) {
+        attention.base = middle + (layer - n) * pass->attention_bytes;
+        mlp.base = middle_mlp;
+    } else if (pass->training && layer >= n) {
+        attention.base =
+            middle_mlp + (m > 0 ? pass->mlp_bytes : 0) + (layer - n - m) * part_bytes;
+        mlp.base = attention.base + pass->attention_bytes;
+    }
+    take_attention(config, pass->token_count, &attention, kept_p);
+    take_mlp(config, pass->token_count, &mlp, kept_p);
     kept_p->x = (float *)(void *)(pass->x_base + layer * pass->x_stride);
     kept_p->x_next = (float *)(void *)(pass->x_base + (layer + 1) * pass->x_stride);
+}
+
+int64_t
+dcp_model_arena_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
+                      int32_t training, const int32_t *recompute)
+{
+    dcp_pass_t pass;
+    dcp_pass_layout(config, token_count, training != 0, recompute, NULL, &pass);
+    return pass.bytes;
 }
 
 int64_t
@@ -314,17 +366,48 @@ send_batch(dcp_model_t *model, const dcp_batch_t *batch, dcp_pass_t *pass)
     return DCP_OK;
 }
 
+/* Frees what former passes left where it and this pass's own need would pass what any
+ * pass was to hold. The queue is idle. */
+static void
+make_room(dcp_model_t *model, int64_t token_count, int64_t arena_bytes)
+{
+    int64_t row_bytes = model->config.head_dim * (int64_t)sizeof(float);
+    int64_t wanted =
+        dcp_model_beside_bytes(&model->config, token_count, dcp_pool_size(model->pool));
+    int64_t held = model->staging_bytes + model->rope_rows * row_bytes
+                   + dcp_pool_scratch_bytes(model->pool);
+    int64_t arena = max_i64(arena_bytes, model->arena_bytes);
+    int64_t most = max_i64(model->promised_bytes, arena_bytes + wanted);
+    model->promised_bytes = most;
+    if (arena + max_i64(held, wanted) <= most) {
+        return;
+    }
+    dcp_pool_trim(model->pool);
+    dcp_free(model->staging);
+    model->staging = NULL;
+    model->staging_bytes = 0;
+    model->device->free(model->queue, model->rope_table);
+    model->rope_table = NULL;
+    model->rope_rows = 0;
+    if (arena + wanted > most && !model->arena_lent) {
+        dcp_model_set_arena(model, NULL, 0);
+    }
+}
+
 dcp_status_t
 dcp_pass_begin(dcp_model_t *model, const dcp_batch_t *batch, bool training,
                dcp_pass_t *pass_p)
 {
     dcp_pass_t pass;
-    dcp_pass_layout(&model->config, batch->token_count, training, NULL, &pass);
+    dcp_pass_layout(&model->config, batch->token_count, training, batch->recompute,
+                    NULL, &pass);
+    make_room(model, batch->token_count, pass.bytes);
     DCP_TRY(grow_device(model, &model->arena, &model->arena_bytes, pass.bytes,
                         "activations of a micro-batch"));
     DCP_TRY(grow_staging(model,
                          dcp_model_staging_bytes(&model->config, batch->token_count)));
-    dcp_pass_layout(&model->config, batch->token_count, training, model->arena, &pass);
+    dcp_pass_layout(&model->config, batch->token_count, training, batch->recompute,
+                    model->arena, &pass);
     pass.attention = batch->attention;
     DCP_TRY(send_batch(model, batch, &pass));
     *pass_p = pass;

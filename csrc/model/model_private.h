@@ -63,14 +63,18 @@ void dcp_layer_set_sizes(const dcp_transformer1d_config_t *config, dcp_layer_t *
 
 /* Device memory of one pass over T tokens; all of it lies in one arena.
  *
- *   inputs | x_0 .. | layer 0 | layer 1 | ... | norm, dnorm, dx | shared scratch
+ *   inputs | x_0 .. x_L | part | part | ... | norm, dnorm, dx | shared scratch
  *
+ * A layer's part is its attention's arrays, then its MLP's (gate, up). With n layers
+ * and m MLPs recomputed the parts are: one of layers 0 .. n-1; the attention's of each
+ * of layers n .. n+m-1, then one MLP's for all of these; one of each other layer.
  * Forward only, all layers use the same part and x_0 = x_1 = ... The scratch serves,
  * one after the other: the MLP's inner activation; the attention's gradients; a chunk
  * of logits. Every pointer is NULL where `arena` only measures. */
 typedef struct dcp_pass {
-    int64_t token_count, sequence_count; /* sequences: without the empty ones */
-    int64_t chunk_rows;                  /* rows of logits at once */
+    int64_t token_count, sequence_count;    /* sequences: without the empty ones */
+    int64_t chunk_rows;                     /* rows of logits at once */
+    int64_t recompute[DCP_RECOMPUTE_KINDS]; /* n and m; zero forward only */
     bool training;
     const dcp_attention_hook_t *attention; /* or NULL: rows are whole sequences */
     int32_t *tokens, *labels, *positions;  /* [T] */
@@ -78,8 +82,10 @@ typedef struct dcp_pass {
     int64_t *row_ids;                      /* [T] */
     float *weights;                        /* [T], or NULL: all 1 */
     double *loss;                          /* [1] */
-    char *x_base, *layer_base;             /* first x and first layer's part */
-    int64_t x_stride, layer_stride;        /* bytes from one layer's to the next */
+    char *x_base;                          /* x_0 */
+    int64_t x_stride;                      /* bytes from one x to the next */
+    char *part_base;                       /* first part */
+    int64_t attention_bytes, mlp_bytes;    /* of a part's halves */
     float *final_rstd;                     /* [T] */
     float *norm;                           /* [T, h] a norm's output */
     float *dnorm;                          /* [T, h] its gradient; training */
@@ -106,6 +112,7 @@ typedef struct dcp_kept {
 struct dcp_model {
     dcp_transformer1d_config_t config;
     const dcp_device_ops_t *device; /* borrowed */
+    dcp_pool_t *pool;               /* borrowed */
     dcp_queue_t *queue;             /* owned */
     int64_t tensor_count;
     bool bound, trainable; /* weights are bound; gradients too */
@@ -113,6 +120,7 @@ struct dcp_model {
     float *dembedding, *dfinal_norm;
     dcp_layer_t *layers; /* owned, [num_hidden_layers] */
     dcp_linear_t head;   /* the embedding where tied */
+    int64_t panel_layer; /* has the packed copies, where only one layer's are kept */
     void *arena;         /* device; owned unless `arena_lent`; NULL: none yet */
     int64_t arena_bytes;
     bool arena_lent;
@@ -121,12 +129,17 @@ struct dcp_model {
     int64_t rope_rows;
     void *staging; /* owned, host: what a pass derives from the batch */
     int64_t staging_bytes;
+    int64_t promised_bytes; /* most that any pass so far was to hold of what grows:
+                               arena, staging, rope table, the pool's scratch */
 };
 
-/* Lays out one pass over `token_count` tokens from `arena` (NULL: only measures). */
+/* Lays out one pass over `token_count` tokens from `arena` (NULL: only measures), with
+ * `recompute` counts as in dcp_batch_t (NULL: none; forward only ignores them). Pure:
+ * the same arguments on another rank give the same distances from its arena. */
 void dcp_pass_layout(const dcp_transformer1d_config_t *config, int64_t token_count,
-                     bool training, char *arena, dcp_pass_t *pass_p);
-/* Layer `layer`'s part of the same. */
+                     bool training, const int32_t *recompute, char *arena,
+                     dcp_pass_t *pass_p);
+/* Where layer `layer`'s arrays lie; those of recomputed layers share one place. */
 void dcp_pass_kept(const dcp_transformer1d_config_t *config, const dcp_pass_t *pass,
                    int64_t layer, dcp_kept_t *kept_p);
 /* Rows of the table of rotary angles that serve sequences of up to `length` tokens. */
@@ -135,6 +148,9 @@ int64_t dcp_model_rope_rows(const dcp_transformer1d_config_t *config, int64_t le
 int64_t dcp_model_logits_stride(const dcp_transformer1d_config_t *config);
 int64_t dcp_model_staging_bytes(const dcp_transformer1d_config_t *config,
                                 int64_t token_count);
+/* Most that a pass holds of what grows with its tokens and is not in the arena. */
+int64_t dcp_model_beside_bytes(const dcp_transformer1d_config_t *config,
+                               int64_t token_count, int32_t thread_count);
 
 /* Makes the arena, the staging memory and the rope table large enough, lays out the
  * pass and sends the batch to the device. The batch has been checked. */
@@ -171,6 +187,12 @@ dcp_status_t dcp_model_norm(dcp_model_t *model, int64_t row_count, const float *
 /* Before and after the use of a group of tensors (dcp_model_hooks_t). */
 dcp_status_t dcp_model_enter(dcp_model_t *model, int64_t group, int32_t backward);
 dcp_status_t dcp_model_leave(dcp_model_t *model, int64_t group, int32_t backward);
+
+/* What the backward pass of a layer needs and the layers after it have overwritten, if
+ * any, computed again from what is left. Uses pass->norm. */
+dcp_status_t dcp_model_recompute(dcp_model_t *model, const dcp_pass_t *pass,
+                                 uint64_t dropout_seed, int64_t index,
+                                 const dcp_kept_t *kept);
 
 /* From tokens to the last layer's residual; then the final norm into pass->norm. */
 dcp_status_t dcp_model_run_forward(dcp_model_t *model, const dcp_pass_t *pass,

@@ -124,6 +124,21 @@ dcp_transformer1d_check(const dcp_transformer1d_config_t *config)
     return DCP_OK;
 }
 
+dcp_status_t
+dcp_transformer1d_check_recompute(const dcp_transformer1d_config_t *config,
+                                  const int32_t *recompute)
+{
+    int64_t layers = recompute[DCP_RECOMPUTE_LAYER];
+    int64_t mlps = recompute[DCP_RECOMPUTE_MLP];
+    if (layers < 0 || mlps < 0 || layers + mlps > config->num_hidden_layers) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "recompute = {layer: %" PRId64 ", mlp: %" PRId64
+                        "} must be counts >= 0 of at most %" PRId64 " layers together",
+                        layers, mlps, config->num_hidden_layers);
+    }
+    return DCP_OK;
+}
+
 static int64_t
 layer_tensor_count(const dcp_transformer1d_config_t *config)
 {

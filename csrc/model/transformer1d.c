@@ -62,6 +62,7 @@ dcp_model_create(const dcp_transformer1d_config_t *config,
     dcp_model_t *model = memory;
     model->config = *config;
     model->device = device;
+    model->pool = pool;
     model->tensor_count = dcp_model_tensor_count(config);
     status = dcp_alloc_array(config->num_hidden_layers, (int64_t)sizeof(dcp_layer_t),
                              "model layers", &memory);
@@ -128,6 +129,37 @@ dcp_model_weights_changed(dcp_model_t *model)
         }
     }
     model->head.forward_fresh = model->head.backward_fresh = false;
+}
+
+static void
+swap_panels(dcp_linear_t *a, dcp_linear_t *b)
+{
+    void *forward = a->packed_forward, *backward = a->packed_backward;
+    a->packed_forward = b->packed_forward;
+    a->packed_backward = b->packed_backward;
+    b->packed_forward = forward;
+    b->packed_backward = backward;
+}
+
+void
+dcp_model_group_changed(dcp_model_t *model, int32_t group)
+{
+    int64_t layers = model->config.num_hidden_layers, layer = (int64_t)group - 1;
+    if (layer >= 0 && layer < layers) {
+        dcp_linear_t *own[DCP_LINEARS_PER_LAYER], *other[DCP_LINEARS_PER_LAYER];
+        dcp_layer_linears(&model->layers[layer], own);
+        dcp_layer_linears(&model->layers[model->panel_layer], other);
+        for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
+            if (layer != model->panel_layer) {
+                swap_panels(own[j], other[j]);
+                other[j]->forward_fresh = other[j]->backward_fresh = false;
+            }
+            own[j]->forward_fresh = own[j]->backward_fresh = false;
+        }
+        model->panel_layer = layer;
+    } else if ((layer < 0) == (model->config.tie_word_embeddings != 0)) {
+        model->head.forward_fresh = model->head.backward_fresh = false;
+    }
 }
 
 void
@@ -424,25 +456,14 @@ run_loss(dcp_model_t *model, const dcp_batch_t *batch, bool training, double *lo
 }
 
 static dcp_status_t
-check_recompute(const dcp_model_t *model, const dcp_batch_t *batch)
-{
-    int64_t layers = batch->recompute[DCP_RECOMPUTE_LAYER];
-    int64_t mlps = batch->recompute[DCP_RECOMPUTE_MLP];
-    if (layers < 0 || mlps < 0 || layers + mlps > model->config.num_hidden_layers) {
-        return DCP_FAIL(DCP_ERR_ARG,
-                        "recompute = {layer: %" PRId64 ", mlp: %" PRId64
-                        "} must be counts >= 0 of at most %" PRId64 " layers together",
-                        layers, mlps, model->config.num_hidden_layers);
-    }
-    return DCP_OK;
-}
-
-static dcp_status_t
 pass_loss(dcp_model_t *model, const dcp_batch_t *batch, bool training, double *loss_p)
 {
     int64_t trained_count = 0;
     DCP_TRY(check_batch(model, batch, true, &trained_count));
-    DCP_TRY(check_recompute(model, batch));
+    DCP_TRY(dcp_transformer1d_check_recompute(&model->config, batch->recompute));
+    if (batch->token_count == 0 && batch->attention == NULL) {
+        return dcp_model_walk(model, training);
+    }
     bool joined = batch->attention != NULL || model->hooks.enter != NULL;
     if (trained_count == 0 && !joined) {
         return DCP_OK;
@@ -497,7 +518,7 @@ dcp_model_logits(dcp_model_t *model, const dcp_batch_t *batch, float *logits)
     int64_t unused = 0;
     DCP_TRY(check_batch(model, batch, false, &unused));
     if (batch->token_count == 0) {
-        return DCP_OK;
+        return dcp_model_walk(model, 0);
     }
     return finish(model, run_logits(model, batch, logits));
 }

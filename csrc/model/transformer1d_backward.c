@@ -3,7 +3,8 @@
  * pass->dx holds the gradient of the residual and changes in place. Gradients of gate
  * and up replace gate and up; SwiGLU's output and both norms' outputs are computed
  * again where a weight gradient needs them (cheap against the products, and they need
- * not be kept). Weight gradients accumulate into the caller's tensors. */
+ * not be kept), and layers that dropped more are first computed again. Weight gradients
+ * accumulate into the caller's tensors. */
 #include "model_private.h"
 
 /* The gradient behind a residual branch's dropout: dx itself where there is none, else
@@ -159,6 +160,7 @@ dcp_model_run_backward(dcp_model_t *model, const dcp_pass_t *pass,
     for (int64_t i = config->num_hidden_layers - 1; i >= 0; i--) {
         dcp_pass_kept(config, pass, i, &kept);
         DCP_TRY(dcp_model_enter(model, 1 + i, 1));
+        DCP_TRY(dcp_model_recompute(model, pass, dropout_seed, i, &kept));
         DCP_TRY(backward_mlp(model, pass, dropout_seed, i, &kept));
         DCP_TRY(backward_attention(model, pass, dropout_seed, i, &kept));
         DCP_TRY(dcp_model_leave(model, 1 + i, 1));

@@ -4,6 +4,10 @@
  * x_middle x_middle -> RMSNorm -> gate, up -> SwiGLU -> down -> (dropout) -> + x_middle
  * = x_i+1
  *
+ * A recomputed layer runs the same steps once more from x_i, up to gate and up, which
+ * is all that its backward pass reads; a recomputed MLP from x_middle. They are the
+ * same calls on the same values, so every bit is the same.
+ *
  * q, k and v share one buffer [T, (H + 2 K) D]: three products write it side by side,
  * rotary positions turn q and k in one call, attention reads it with strides. Residual
  * additions happen in the products. Each weight is packed at most twice between two
@@ -191,9 +195,10 @@ forward_attention(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
                       kept->x_middle);
 }
 
+/* Gate and up. */
 static dcp_status_t
-forward_mlp(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed, int64_t index,
-            const dcp_kept_t *kept)
+forward_inner(dcp_model_t *model, const dcp_pass_t *pass, int64_t index,
+              const dcp_kept_t *kept)
 {
     dcp_layer_t *layer = &model->layers[index];
     int64_t rows = pass->token_count, f = model->config.intermediate_size;
@@ -201,7 +206,16 @@ forward_mlp(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed, int64_t i
                            kept->post_rstd));
     DCP_TRY(
         dcp_linear_forward(model, &layer->gate, rows, pass->norm, kept->gate, f, NULL));
-    DCP_TRY(dcp_linear_forward(model, &layer->up, rows, pass->norm, kept->up, f, NULL));
+    return dcp_linear_forward(model, &layer->up, rows, pass->norm, kept->up, f, NULL);
+}
+
+static dcp_status_t
+forward_mlp(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed, int64_t index,
+            const dcp_kept_t *kept)
+{
+    dcp_layer_t *layer = &model->layers[index];
+    int64_t rows = pass->token_count, f = model->config.intermediate_size;
+    DCP_TRY(forward_inner(model, pass, index, kept));
     DCP_TRY(
         model->device->swiglu(model->queue, &(dcp_swiglu_args_t){.rows = rows,
                                                                  .width = f,
@@ -240,6 +254,21 @@ dcp_model_attention_args(const dcp_model_t *model, const dcp_pass_t *pass,
                                      .scale = (float)(1 / sqrt((double)d)),
                                      .out = kept->attn,
                                      .lse = kept->lse};
+}
+
+dcp_status_t
+dcp_model_recompute(dcp_model_t *model, const dcp_pass_t *pass, uint64_t dropout_seed,
+                    int64_t index, const dcp_kept_t *kept)
+{
+    int64_t layers = pass->recompute[DCP_RECOMPUTE_LAYER];
+    int64_t mlps_end = layers + pass->recompute[DCP_RECOMPUTE_MLP];
+    bool whole = index < layers - 1;
+    if (whole) {
+        DCP_TRY(forward_attention(model, pass, dropout_seed, index, kept));
+    }
+    return whole || (index >= layers && index < mlps_end - 1)
+               ? forward_inner(model, pass, index, kept)
+               : DCP_OK;
 }
 
 dcp_status_t

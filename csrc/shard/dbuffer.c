@@ -1,4 +1,7 @@
-/* DBuffer: the window behind a layout, and the operations on a rank's shard.
+/* DBuffer: the memory behind a layout, and the operations on a rank's shard.
+ *
+ * SHARED and PRIVATE lie in windows; LOCAL and SHARD in memory of the rank's own, and
+ * groups are put together and summed by the communicator, in place.
  *
  * Sums and norms run over the used part of each slice in fixed pieces, so that results
  * depend on neither thread nor world: a sum over ranks is taken element by element in
@@ -9,8 +12,8 @@
 #include "dcp/alloc.h"
 #include "dcp/kernels.h"
 
-#include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 enum {
     PIECE_ELEMENTS = 32768, /* of one task of a sum: 128 KiB a rank */
@@ -25,8 +28,10 @@ struct dcp_dbuffer {
     dcp_comm_t *comm;                   /* borrowed */
     const dcp_dbuffer_layout_t *layout; /* borrowed */
     dcp_dbuffer_kind_t kind;
-    dcp_window_t *window; /* owned */
-    float *data;          /* in the window; never NULL */
+    dcp_window_t *window; /* owned; SHARED and PRIVATE */
+    float *memory;        /* owned; LOCAL and SHARD */
+    float *data;          /* in one of these; never NULL */
+    int64_t *counts;      /* owned; [ranks] of a collective over one group */
     int64_t
         moved_bytes; /* counted here beside what the window counts; negative: less */
     piece_t *pieces; /* owned; of this rank's shard, PRIVATE only */
@@ -86,6 +91,40 @@ share_account(dcp_dbuffer_t *buffer, int64_t bytes)
     return status;
 }
 
+/* One element at least, so that there is always something to point to. */
+static int64_t
+bytes_of(int64_t elements)
+{
+    return (elements > 0 ? elements : 1) * (int64_t)sizeof(float);
+}
+
+static dcp_status_t
+place_in_window(dcp_dbuffer_t *buffer)
+{
+    int32_t rank = dcp_comm_rank(buffer->comm);
+    int32_t owner = buffer->kind == DCP_DBUFFER_PRIVATE ? rank : 0;
+    int64_t bytes = bytes_of(dcp_dbuffer_layout_elements(buffer->layout));
+    DCP_TRY(share_account(buffer, bytes));
+    DCP_TRY(
+        dcp_window_create(buffer->comm, rank == owner ? bytes : 0, &buffer->window));
+    buffer->data = dcp_window_base(buffer->window, owner);
+    return DCP_OK;
+}
+
+static dcp_status_t
+place_alone(dcp_dbuffer_t *buffer)
+{
+    const dcp_dbuffer_layout_t *layout = buffer->layout;
+    void *memory;
+    int64_t elements = buffer->kind == DCP_DBUFFER_SHARD
+                           ? layout->shard_starts[layout->group_count]
+                           : dcp_dbuffer_layout_elements(layout);
+    DCP_TRY(
+        dcp_alloc_zeroed(bytes_of(elements), "this rank's part of a buffer", &memory));
+    buffer->memory = buffer->data = memory;
+    return DCP_OK;
+}
+
 dcp_status_t
 dcp_dbuffer_create(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
                    dcp_dbuffer_kind_t kind, dcp_dbuffer_t **buffer_p)
@@ -122,20 +161,18 @@ dcp_dbuffer_create(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
         buffer->pieces = memory;
         cut_pieces(layout, rank, buffer->pieces);
     }
-    /* one element at least, so that there is always something to point to */
-    int64_t elements = dcp_dbuffer_layout_elements(layout);
-    int64_t bytes = (elements > 0 ? elements : 1) * (int64_t)sizeof(float);
-    status = share_account(buffer, bytes);
+    status = dcp_alloc_array(layout->rank_count, (int64_t)sizeof(int64_t),
+                             "counts of a group", &memory);
     if (status != DCP_OK) {
         goto err_buffer;
     }
-    int32_t brings = kind == DCP_DBUFFER_PRIVATE || rank == 0;
-    status = dcp_window_create(comm, brings ? bytes : 0, &buffer->window);
+    buffer->counts = memory;
+    status = kind == DCP_DBUFFER_SHARED || kind == DCP_DBUFFER_PRIVATE
+                 ? place_in_window(buffer)
+                 : place_alone(buffer);
     if (status != DCP_OK) {
         goto err_buffer;
     }
-    buffer->data =
-        dcp_window_base(buffer->window, kind == DCP_DBUFFER_PRIVATE ? rank : 0);
     *buffer_p = buffer;
     return DCP_OK;
 err_buffer:
@@ -152,6 +189,8 @@ dcp_dbuffer_destroy(dcp_dbuffer_t *buffer)
     dcp_window_destroy(buffer->window);
     /* after the window, so that less is held than before: it cannot fail */
     dcp_alloc_account(-buffer->moved_bytes, "share of a sharded buffer");
+    dcp_free(buffer->memory);
+    dcp_free(buffer->counts);
     dcp_free(buffer->pieces);
     dcp_free(buffer->squares);
     dcp_free(buffer);
@@ -166,7 +205,43 @@ dcp_dbuffer_data(const dcp_dbuffer_t *buffer)
 float *
 dcp_dbuffer_tensor_data(const dcp_dbuffer_t *buffer, int64_t tensor)
 {
-    return buffer->data + buffer->layout->starts[tensor];
+    return buffer->kind == DCP_DBUFFER_SHARD
+               ? NULL
+               : buffer->data + buffer->layout->starts[tensor];
+}
+
+float *
+dcp_dbuffer_slice(const dcp_dbuffer_t *buffer, int32_t group)
+{
+    const dcp_dbuffer_layout_t *layout = buffer->layout;
+    return buffer->kind == DCP_DBUFFER_SHARD
+               ? buffer->data + layout->shard_starts[group]
+               : buffer->data + layout->group_starts[group]
+                     + dcp_comm_rank(buffer->comm) * layout->shards[group];
+}
+
+float *
+dcp_dbuffer_run_data(const dcp_dbuffer_t *buffer, const dcp_dbuffer_run_t *run)
+{
+    const dcp_dbuffer_layout_t *layout = buffer->layout;
+    int32_t group = layout->tensors[run->tensor].group;
+    return dcp_dbuffer_slice(buffer, group) + run->start - layout->group_starts[group]
+           - dcp_comm_rank(buffer->comm) * layout->shards[group];
+}
+
+void
+dcp_dbuffer_zero(dcp_dbuffer_t *buffer)
+{
+    const dcp_dbuffer_layout_t *layout = buffer->layout;
+    if (buffer->kind == DCP_DBUFFER_PRIVATE || buffer->kind == DCP_DBUFFER_LOCAL) {
+        memset(buffer->data, 0,
+               (size_t)dcp_dbuffer_layout_elements(layout) * sizeof(float));
+        return;
+    }
+    for (int32_t g = 0; g < layout->group_count; g++) {
+        memset(dcp_dbuffer_slice(buffer, g), 0,
+               (size_t)layout->shards[g] * sizeof(float));
+    }
 }
 
 static dcp_status_t
@@ -179,15 +254,61 @@ reduce_piece(void *context, int64_t task, int32_t worker)
                              piece.count, buffer->data + piece.start);
 }
 
+/* Every rank has as much of a group as any other. */
+static const int64_t *
+group_counts(dcp_dbuffer_t *buffer, int32_t group)
+{
+    for (int32_t rank = 0; rank < buffer->layout->rank_count; rank++) {
+        buffer->counts[rank] = buffer->layout->shards[group];
+    }
+    return buffer->counts;
+}
+
+dcp_status_t
+dcp_dbuffer_gather(dcp_dbuffer_t *buffer, int32_t group, float *full)
+{
+    if (buffer->kind != DCP_DBUFFER_SHARD) {
+        return DCP_FAIL(DCP_ERR_STATE, "only of a buffer of shards a group is "
+                                       "gathered: others hold whole tensors");
+    }
+    return dcp_comm_allgatherv(buffer->comm, dcp_dbuffer_slice(buffer, group),
+                               group_counts(buffer, group), full, DCP_F32);
+}
+
+dcp_status_t
+dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group, float *full)
+{
+    if (buffer->layout->rank_count == 1) {
+        return DCP_OK; /* the one copy is the sum */
+    }
+    int64_t own = dcp_comm_rank(buffer->comm) * buffer->layout->shards[group];
+    return dcp_comm_reduce_scatterv(buffer->comm, full, group_counts(buffer, group),
+                                    full + own, DCP_F32);
+}
+
+static dcp_status_t
+reduce_by_messages(dcp_dbuffer_t *buffer)
+{
+    const dcp_dbuffer_layout_t *layout = buffer->layout;
+    for (int32_t g = 0; g < layout->group_count; g++) {
+        DCP_TRY(dcp_dbuffer_reduce_group(buffer, g,
+                                         buffer->data + layout->group_starts[g]));
+    }
+    return DCP_OK;
+}
+
 dcp_status_t
 dcp_dbuffer_reduce(dcp_dbuffer_t *buffer, dcp_pool_t *pool)
 {
-    if (buffer->kind != DCP_DBUFFER_PRIVATE) {
-        return DCP_FAIL(DCP_ERR_STATE,
-                        "only a private buffer has a copy on every rank to sum");
+    if (buffer->kind != DCP_DBUFFER_PRIVATE && buffer->kind != DCP_DBUFFER_LOCAL) {
+        return DCP_FAIL(DCP_ERR_STATE, "only a private or local buffer has a copy on "
+                                       "every rank to sum");
     }
     if (buffer->layout->rank_count == 1) {
         return DCP_OK; /* the one copy is the sum */
+    }
+    if (buffer->kind == DCP_DBUFFER_LOCAL) {
+        return reduce_by_messages(buffer);
     }
     return dcp_pool_run(pool, buffer->piece_count, reduce_piece, buffer);
 }
@@ -198,7 +319,7 @@ add_run(dcp_dbuffer_t *buffer, dcp_pool_t *pool, const dcp_dbuffer_run_t *run,
         dcp_exact_sum_t *sum)
 {
     int64_t width = buffer->layout->tensors[run->tensor].row_width;
-    const float *x = buffer->data + run->start;
+    const float *x = dcp_dbuffer_run_data(buffer, run);
     if (width == 1) {
         for (int64_t i = 0; i < run->count; i++) {
             dcp_exact_sum_add(sum, (double)x[i] * (double)x[i]);

@@ -104,6 +104,7 @@ plan_groups(dcp_dbuffer_layout_t *layout, const members_t *members,
             dcp_layout_order_t order)
 {
     int64_t start = 0;
+    layout->shard_starts[0] = 0;
     for (int32_t g = 0; g < layout->group_count; g++) {
         int64_t first = members->firsts[g];
         int64_t count = members->firsts[g + 1] - first;
@@ -118,6 +119,7 @@ plan_groups(dcp_dbuffer_layout_t *layout, const members_t *members,
                                     &layout->shards[g]));
         }
         layout->group_starts[g] = start;
+        layout->shard_starts[g + 1] = layout->shard_starts[g] + layout->shards[g];
         for (int64_t i = first; i < first + count; i++) {
             layout->starts[members->tensors[i]] = start + members->starts[i];
         }
@@ -238,6 +240,8 @@ allocate(dcp_dbuffer_layout_t *layout)
     layout->group_starts = memory;
     DCP_TRY(dcp_alloc_array(layout->group_count, word, "shard sizes", &memory));
     layout->shards = memory;
+    DCP_TRY(dcp_alloc_array(layout->group_count + 1, word, "shard starts", &memory));
+    layout->shard_starts = memory;
     DCP_TRY(dcp_alloc_array(layout->rank_count + 1, word, "runs per rank", &memory));
     layout->run_firsts = memory;
     return DCP_OK;
@@ -290,6 +294,7 @@ dcp_dbuffer_layout_destroy(dcp_dbuffer_layout_t *layout)
     }
     dcp_free(layout->runs);
     dcp_free(layout->run_firsts);
+    dcp_free(layout->shard_starts);
     dcp_free(layout->shards);
     dcp_free(layout->group_starts);
     dcp_free(layout->starts);
@@ -301,6 +306,22 @@ int64_t
 dcp_dbuffer_layout_elements(const dcp_dbuffer_layout_t *layout)
 {
     return layout->group_starts[layout->group_count];
+}
+
+int32_t
+dcp_dbuffer_layout_group_count(const dcp_dbuffer_layout_t *layout)
+{
+    return layout->group_count;
+}
+
+dcp_dbuffer_group_t
+dcp_dbuffer_layout_group(const dcp_dbuffer_layout_t *layout, int32_t group)
+{
+    return (dcp_dbuffer_group_t){
+        .start = layout->group_starts[group],
+        .shard = layout->shards[group],
+        .shard_start = layout->shard_starts[group],
+    };
 }
 
 int64_t

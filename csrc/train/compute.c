@@ -1,11 +1,9 @@
 /* Parts 2 and 3 of a step: this rank's micro-batches, one after the other, then what
  * all ranks tell each other about them.
  */
-#include "train_private.h"
+#include "sequence.h"
 
 #include "dcp/clock.h"
-
-#include <string.h>
 
 dcp_status_t
 train_gather_records(dcp_sharded_t *sharded, const step_record_t *own)
@@ -14,31 +12,19 @@ train_gather_records(dcp_sharded_t *sharded, const step_record_t *own)
                                sharded->records, DCP_I64);
 }
 
-static dcp_status_t
-check_alone(const dcp_micro_batch_t *micro)
-{
-    return micro->rank_count == 1
-               ? DCP_OK
-               : DCP_FAIL(DCP_ERR_UNSUPPORTED,
-                          "a micro-batch on %d ranks is not supported yet",
-                          (int)micro->rank_count);
-}
-
 /* Parts 2 and 3. */
 dcp_status_t
 train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
               double *loss_p)
 {
-    int64_t start = dcp_clock_ns();
-    memset(dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]), 0,
-           (size_t)dcp_dbuffer_layout_elements(sharded->layout) * sizeof(float));
+    DCP_TRY(sequence_prepare(sharded, args, true));
+    int64_t start = dcp_clock_ns(), waited_ns = 0;
+    dcp_dbuffer_zero(sharded->buffers[DCP_SHARDED_GRADIENTS]);
     step_record_t own = {.step = args->step, .batch_count = args->batch_count};
     for (int64_t i = 0; i < args->batch_count; i++) {
-        DCP_TRY(check_alone(&args->batches[i]));
-        DCP_TRY(dcp_model_forward_backward(sharded->model, &args->batches[i].batch,
-                                           &own.loss));
+        DCP_TRY(sequence_run(sharded, &args->batches[i], true, &own.loss, &waited_ns));
     }
-    own.busy_ns = dcp_clock_ns() - start;
+    own.busy_ns = dcp_clock_ns() - start - waited_ns - sharded->hook_ns;
     DCP_TRY(train_gather_records(sharded, &own));
     double loss = 0;
     for (int32_t rank = 0; rank < dcp_comm_size(sharded->comm); rank++) {
@@ -53,9 +39,10 @@ dcp_status_t
 train_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args, double *loss_p)
 {
     double own = 0;
+    int64_t waited_ns = 0;
+    DCP_TRY(sequence_prepare(sharded, args, false));
     for (int64_t i = 0; i < args->batch_count; i++) {
-        DCP_TRY(check_alone(&args->batches[i]));
-        DCP_TRY(dcp_model_loss(sharded->model, &args->batches[i].batch, &own));
+        DCP_TRY(sequence_run(sharded, &args->batches[i], false, &own, &waited_ns));
     }
     return dcp_comm_allreduce(sharded->comm, &own, loss_p, 1, DCP_F64, DCP_SUM);
 }

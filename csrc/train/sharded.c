@@ -3,11 +3,16 @@
  * them.
  *
  * Weights and moments are SHARED buffers: one copy on a machine, each rank writes its
- * shard. Gradients are PRIVATE: every rank holds a full one (reduce = step, DESIGN 5),
- * so memory on a machine is 4 bytes a parameter for weights, 8 for moments, and 4 a
- * rank for gradients.
+ * shard. Gradients are PRIVATE: every rank holds a full one (reduce = step), so memory
+ * on a machine is 4 bytes a parameter for weights, 8 for moments, and 4 a rank for
+ * gradients. Two settings, free of each other, change that:
+ *
+ *   windows = false: weights and moments are shards of each rank's own (SHARD), whole
+ *     groups are gathered (gather.c), whole gradients are LOCAL.
+ *   reduce = layer: gradients are a SHARD beside one or two whole groups
+ *     (reduce_layer.c).
  */
-#include "train_private.h"
+#include "sequence.h"
 
 #include "dcp/alloc.h"
 
@@ -53,20 +58,51 @@ plan_buffers(dcp_sharded_t *sharded, int64_t block_rows)
 }
 
 static dcp_status_t
-create_buffers(dcp_sharded_t *sharded, int32_t forward_only)
+create_buffers(dcp_sharded_t *sharded)
 {
-    static const dcp_dbuffer_kind_t kinds[SHARDED_BUFFERS] = {
-        [DCP_SHARDED_WEIGHTS] = DCP_DBUFFER_SHARED,
-        [DCP_SHARDED_GRADIENTS] = DCP_DBUFFER_PRIVATE,
-        [DCP_SHARDED_ADAMW_M] = DCP_DBUFFER_SHARED,
-        [DCP_SHARDED_ADAMW_V] = DCP_DBUFFER_SHARED,
+    dcp_dbuffer_kind_t whole =
+        sharded->no_windows ? DCP_DBUFFER_SHARD : DCP_DBUFFER_SHARED;
+    dcp_dbuffer_kind_t copies =
+        sharded->no_windows ? DCP_DBUFFER_LOCAL : DCP_DBUFFER_PRIVATE;
+    const dcp_dbuffer_kind_t kinds[SHARDED_BUFFERS] = {
+        [DCP_SHARDED_WEIGHTS] = whole,
+        [DCP_SHARDED_GRADIENTS] = sharded->reduce_layer ? DCP_DBUFFER_SHARD : copies,
+        [DCP_SHARDED_ADAMW_M] = whole,
+        [DCP_SHARDED_ADAMW_V] = whole,
     };
-    int32_t count = forward_only ? 1 : SHARDED_BUFFERS;
+    int32_t count = sharded->forward_only ? 1 : SHARDED_BUFFERS;
     for (int32_t i = 0; i < count; i++) {
         DCP_TRY(dcp_dbuffer_create(sharded->comm, sharded->layout, kinds[i],
                                    &sharded->buffers[i]));
     }
-    return DCP_OK;
+    DCP_TRY(train_gather_create(sharded));
+    return train_reduce_create(sharded);
+}
+
+/* Where a pass finds a whole tensor's weights, and where it adds to its gradient. */
+static float *
+tensor_weights(const dcp_sharded_t *sharded, int64_t tensor)
+{
+    int32_t group = sharded->tensors[tensor].group;
+    int64_t start = dcp_dbuffer_layout_start(sharded->layout, tensor)
+                    - dcp_dbuffer_layout_group(sharded->layout, group).start;
+    return sharded->no_windows
+               ? train_group_weights(sharded, group) + start
+               : dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], tensor);
+}
+
+static float *
+tensor_gradient(const dcp_sharded_t *sharded, int64_t tensor)
+{
+    int32_t group = sharded->tensors[tensor].group;
+    int64_t start = dcp_dbuffer_layout_start(sharded->layout, tensor)
+                    - dcp_dbuffer_layout_group(sharded->layout, group).start;
+    if (sharded->frozen[tensor]) {
+        return NULL;
+    }
+    return sharded->reduce_layer ? train_group_gradients(sharded, group) + start
+                                 : dcp_dbuffer_tensor_data(
+                                       sharded->buffers[DCP_SHARDED_GRADIENTS], tensor);
 }
 
 static dcp_status_t
@@ -77,15 +113,12 @@ bind_model(dcp_sharded_t *sharded)
     DCP_TRY(dcp_alloc_array(2 * count, (int64_t)sizeof(float *), "tensor pointers",
                             &memory));
     float **weights = memory, **gradients = weights + count;
-    dcp_dbuffer_t *gradient_buffer = sharded->buffers[DCP_SHARDED_GRADIENTS];
     for (int64_t i = 0; i < count; i++) {
-        weights[i] = dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], i);
-        gradients[i] = gradient_buffer != NULL && !sharded->frozen[i]
-                           ? dcp_dbuffer_tensor_data(gradient_buffer, i)
-                           : NULL;
+        weights[i] = tensor_weights(sharded, i);
+        gradients[i] = sharded->forward_only ? NULL : tensor_gradient(sharded, i);
     }
     dcp_status_t status = dcp_model_bind(sharded->model, weights,
-                                         gradient_buffer != NULL ? gradients : NULL);
+                                         sharded->forward_only ? NULL : gradients);
     dcp_free(memory);
     return status;
 }
@@ -97,10 +130,10 @@ initialise_shard(dcp_sharded_t *sharded, uint64_t seed)
     int64_t run_count;
     dcp_dbuffer_layout_runs(sharded->layout, dcp_comm_rank(sharded->comm), &runs,
                             &run_count);
-    float *data = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_WEIGHTS]);
+    const dcp_dbuffer_t *weights = sharded->buffers[DCP_SHARDED_WEIGHTS];
     for (int64_t i = 0; i < run_count; i++) {
         dcp_model_init_run(&sharded->config, runs[i].tensor, seed, runs[i].first,
-                           runs[i].count, data + runs[i].start);
+                           runs[i].count, dcp_dbuffer_run_data(weights, &runs[i]));
     }
 }
 
@@ -116,6 +149,9 @@ fill(dcp_sharded_t *sharded, const dcp_sharded_options_t *options)
     DCP_TRY(
         dcp_alloc_array(size, (int64_t)sizeof(int64_t), "step record counts", &memory));
     sharded->record_counts = memory;
+    DCP_TRY(
+        dcp_alloc_array(size, (int64_t)sizeof(int64_t), "words of rounds", &memory));
+    sharded->round_words = memory;
     for (int32_t i = 0; i < size; i++) {
         sharded->record_counts[i] = (int64_t)(sizeof(step_record_t) / sizeof(int64_t));
     }
@@ -125,10 +161,11 @@ fill(dcp_sharded_t *sharded, const dcp_sharded_options_t *options)
         sharded->trained[i] = !sharded->frozen[i];
     }
     DCP_TRY(plan_buffers(sharded, options->block_rows));
-    DCP_TRY(create_buffers(sharded, options->forward_only));
+    DCP_TRY(create_buffers(sharded));
     DCP_TRY(dcp_model_create(&sharded->config, sharded->device, sharded->pool,
                              &sharded->model));
     DCP_TRY(bind_model(sharded));
+    train_set_hooks(sharded);
     if (options->initialise) {
         initialise_shard(sharded, options->seed);
     }
@@ -145,10 +182,6 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
         return DCP_FAIL(DCP_ERR_ARG, "block_rows %lld must be at least 1",
                         (long long)options->block_rows);
     }
-    if (options->no_windows || options->reduce_layer) {
-        return DCP_FAIL(DCP_ERR_UNSUPPORTED,
-                        "windows=false and reduce=layer are not supported yet");
-    }
     void *memory;
     DCP_TRY(dcp_alloc_zeroed((int64_t)sizeof(dcp_sharded_t), "sharded model", &memory));
     dcp_sharded_t *sharded = memory;
@@ -156,7 +189,11 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->config = *config;
     sharded->device = device;
     sharded->pool = pool;
+    sharded->forward_only = options->forward_only != 0;
+    sharded->no_windows = options->no_windows != 0;
+    sharded->reduce_layer = options->reduce_layer != 0;
     sharded->tensor_count = dcp_model_tensor_count(config);
+    sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);
     if (status != DCP_OK) {
         dcp_comm_abort(comm, dcp_last_error());
@@ -174,6 +211,9 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
         return;
     }
     dcp_model_destroy(sharded->model);
+    train_reduce_destroy(sharded);
+    train_gather_destroy(sharded);
+    sequence_pool_destroy(sharded->sequence_pool);
     for (int32_t i = SHARDED_BUFFERS - 1; i >= 0; i--) {
         dcp_dbuffer_destroy(sharded->buffers[i]);
     }
@@ -181,6 +221,7 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
     dcp_free(sharded->trained);
     dcp_free(sharded->frozen);
     dcp_free(sharded->tensors);
+    dcp_free(sharded->round_words);
     dcp_free(sharded->record_counts);
     dcp_free(sharded->records);
     dcp_free(sharded);
@@ -190,6 +231,7 @@ dcp_status_t
 dcp_sharded_publish(dcp_sharded_t *sharded)
 {
     dcp_model_weights_changed(sharded->model);
+    train_gather_forget(sharded);
     return dcp_comm_barrier(sharded->comm);
 }
 

@@ -5,17 +5,19 @@
  * local. So no plan can deadlock, and a rank without work simply waits in part 3. Who
  * may touch what: weights are written only between 3 and 7, when nobody computes. A
  * rank's gradients are read by peers only in 4; the collective inside 5 comes after
- * every rank's 4, so part 2 of the next step may overwrite them. Cost beside computing,
- * P parameters, W ranks: zeroing 4P bytes, reading 4P and writing 4P/W bytes in 4,
- * about 28P/W bytes in 6; three small collectives.
+ * every rank's 4, so part 2 of the next step may overwrite them. Where nothing is read
+ * one-sidedly, or gradients are summed layer by layer, ranks do wait for each other
+ * inside part 2, and rounds.c has made sure that all come. Cost beside computing, P
+ * parameters, W ranks: zeroing 4P bytes, reading 4P and writing 4P/W bytes in 4, about
+ * 28P/W bytes in 6; three small collectives.
  */
 #include "train_private.h"
 
+#include "dcp/alloc.h"
 #include "dcp/clock.h"
 
 #include <inttypes.h>
 #include <math.h>
-#include <string.h>
 
 /* Part 1. */
 static dcp_status_t
@@ -39,7 +41,25 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
                             (int)rank, other->step, (uint64_t)other->plan_hash);
         }
     }
+    if (sharded->no_windows || sharded->reduce_layer) {
+        DCP_TRY(train_check_counts(sharded, args->step));
+        DCP_TRY(train_check_rounds(sharded, args));
+    }
     return DCP_OK;
+}
+
+/* Part 4. */
+static dcp_status_t
+reduce(dcp_sharded_t *sharded)
+{
+    if (sharded->reduce_layer) {
+        return DCP_OK; /* done in part 2 */
+    }
+    int32_t group_count = dcp_dbuffer_layout_group_count(sharded->layout);
+    for (int32_t g = 0; g < group_count; g++) {
+        sharded->reduced_bytes += train_received_bytes(sharded, g);
+    }
+    return dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool);
 }
 
 static dcp_status_t
@@ -51,8 +71,11 @@ gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
                         "this model was made forward only: it has no gradients");
     }
     DCP_TRY(agree(sharded, args));
-    DCP_TRY(train_compute(sharded, args, busy_ns, loss_p));
-    return dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool);
+    sharded->training = 1;
+    sharded->hook_ns = sharded->gathered_bytes = sharded->reduced_bytes = 0;
+    dcp_status_t status = train_compute(sharded, args, busy_ns, loss_p);
+    sharded->training = 0;
+    return status == DCP_OK ? reduce(sharded) : status;
 }
 
 /* A rank that fails alone must not leave the others waiting. */
@@ -83,10 +106,6 @@ update(dcp_sharded_t *sharded, const dcp_step_args_t *args, double norm)
 {
     double t = (double)(args->update_count + 1);
     double scale = args->clip > 0 && norm > args->clip ? args->clip / norm : 1.0;
-    float *weights = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_WEIGHTS]);
-    float *grads = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]);
-    float *m = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_ADAMW_M]);
-    float *v = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_ADAMW_V]);
     const dcp_dbuffer_run_t *runs;
     int64_t run_count;
     dcp_dbuffer_layout_runs(sharded->layout, dcp_comm_rank(sharded->comm), &runs,
@@ -109,10 +128,10 @@ update(dcp_sharded_t *sharded, const dcp_step_args_t *args, double norm)
             continue;
         }
         op.count = run->count;
-        op.w = weights + run->start;
-        op.g = grads + run->start;
-        op.m = m + run->start;
-        op.v = v + run->start;
+        op.w = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_WEIGHTS], run);
+        op.g = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_GRADIENTS], run);
+        op.m = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_ADAMW_M], run);
+        op.v = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_ADAMW_V], run);
         op.decay = sharded->tensors[run->tensor].dim_count == 2
                        ? (float)args->weight_decay
                        : 0.0f;
@@ -156,19 +175,40 @@ dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *b
     dcp_step_result_t result = {0};
     DCP_TRY(end_for_all(sharded, step(sharded, args, busy_ns, &result)));
     result.wall_ns = dcp_clock_ns() - start;
+    result.gathered_bytes = sharded->gathered_bytes;
+    result.reduced_bytes = sharded->reduced_bytes;
     *result_p = result;
     return DCP_OK;
+}
+
+static dcp_status_t
+evaluate_in_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args, double *loss_p)
+{
+    dcp_step_args_t padded;
+    void *memory = NULL;
+    dcp_status_t status = train_pad_rounds(sharded, args, &padded, &memory);
+    if (status == DCP_OK) {
+        status = train_check_rounds(sharded, &padded);
+    }
+    if (status == DCP_OK) {
+        status = train_evaluate(sharded, &padded, loss_p);
+    }
+    dcp_free(memory);
+    return status;
 }
 
 dcp_status_t
 dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                      double *loss_p)
 {
-    return end_for_all(sharded, train_evaluate(sharded, args, loss_p));
+    return end_for_all(sharded, sharded->no_windows
+                                    ? evaluate_in_rounds(sharded, args, loss_p)
+                                    : train_evaluate(sharded, args, loss_p));
 }
 
 dcp_status_t
 dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch, float *logits)
 {
-    return dcp_model_logits(sharded->model, batch, logits);
+    dcp_status_t status = dcp_model_logits(sharded->model, batch, logits);
+    return sharded->no_windows ? end_for_all(sharded, status) : status;
 }

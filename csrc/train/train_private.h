@@ -16,6 +16,8 @@ typedef struct step_record {
     double loss;
 } step_record_t;
 
+typedef struct sequence_pool sequence_pool_t; /* sequence.h */
+
 struct dcp_sharded {
     dcp_comm_t *comm; /* borrowed */
     dcp_transformer1d_config_t config;
@@ -30,10 +32,68 @@ struct dcp_sharded {
     dcp_model_t *model;                      /* owned */
     step_record_t *records;                  /* owned, [ranks] */
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
+    int32_t forward_only, no_windows, reduce_layer; /* options */
+
+    /* rounds.c */
+    int32_t training;                      /* the present passes add to gradients */
+    int64_t hook_ns;                       /* spent in hooks since a step began */
+    int64_t *round_words;                  /* owned, [ranks] */
+    int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
+
+    /* gather.c: where whole weights lie; NULL with windows */
+    float *gathered;            /* owned: of `gathered_group`, or of none where -1 */
+    int32_t gathered_group;     /* or -1 */
+    float *embedding;           /* owned: of group 0; NULL: it shares the other place */
+    int32_t embedding_gathered; /* its weights lie there */
+
+    /* reduce_layer.c: where whole gradients of a group lie */
+    int64_t largest_group;      /* elements of one place */
+    float *group_memory;        /* owned; without windows */
+    dcp_window_t *group_window; /* owned; with windows */
+    float *group_gradients;     /* this rank's in one of these; NULL: reduce = step */
+
+    /* sequence.c */
+    dcp_sequence_kind_t sequence_kind;       /* how groups share attention */
+    sequence_pool_t *sequence_pool;          /* owned; NULL: no group so far */
 };
 
 /* Every rank's record to all, into sharded->records. */
 dcp_status_t train_gather_records(dcp_sharded_t *sharded, const step_record_t *own);
+
+/* All ranks run equally many micro-batches, and each group's in one round? Both from
+ * what all ranks see: the records of part 1; a collective. */
+dcp_status_t train_check_counts(const dcp_sharded_t *sharded, int64_t step);
+dcp_status_t train_check_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args);
+/* args with micro-batches without tokens at the end, so that all ranks have equally
+ * many. Collective. *memory_p is the caller's, to be freed also on failure. */
+dcp_status_t train_pad_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                              dcp_step_args_t *padded_p, void **memory_p);
+void train_set_hooks(dcp_sharded_t *sharded);
+/* Bytes that a rank receives of others when a group is gathered or summed. */
+int64_t train_received_bytes(const dcp_sharded_t *sharded, int32_t group);
+
+/* Elements of a whole group; of the largest but a tied embedding. */
+int64_t train_group_elements(const dcp_sharded_t *sharded, int32_t group);
+int64_t train_largest_group(const dcp_sharded_t *sharded);
+
+dcp_status_t train_gather_create(dcp_sharded_t *sharded);
+void train_gather_destroy(dcp_sharded_t *sharded);
+/* The weights change: what was gathered is stale. */
+void train_gather_forget(dcp_sharded_t *sharded);
+/* Where the whole group lies while a pass is in it. */
+float *train_group_weights(const dcp_sharded_t *sharded, int32_t group);
+dcp_status_t train_gather_enter(dcp_sharded_t *sharded, dcp_queue_t *queue,
+                                int32_t group, int32_t backward);
+
+dcp_status_t train_reduce_create(dcp_sharded_t *sharded);
+void train_reduce_destroy(dcp_sharded_t *sharded);
+float *train_group_gradients(const dcp_sharded_t *sharded, int32_t group);
+dcp_status_t train_reduce_enter(dcp_sharded_t *sharded, dcp_queue_t *queue,
+                                int32_t group, int32_t backward);
+/* Backward. */
+dcp_status_t train_reduce_leave(dcp_sharded_t *sharded, dcp_queue_t *queue,
+                                int32_t group);
+
 /* Parts 2 and 3. */
 dcp_status_t train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                            int64_t *busy_ns, double *loss_p);

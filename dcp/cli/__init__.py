@@ -32,6 +32,8 @@ SCHEMA = 1
 _COMMANDS = {
     "info": "dcp.cli.info",
     "train": "dcp.cli.train",
+    "plan": "dcp.cli.plan",
+    "simulate": "dcp.cli.simulate",
     "sample": "dcp.cli.sample",
     "checkpoint": "dcp.cli.checkpoint",
     "launch": "dcp.cli.launch",

@@ -19,19 +19,28 @@ Show = Callable[[dict[str, Any]], None]
 
 
 @contextlib.contextmanager
-def progress(settings: Any, parameter_count: int, documents: Any) -> Iterator[Show]:
-    """Yield the function that is called with every event of rank 0."""
+def progress(
+    settings: Any, parameter_count: int, documents: Any, label: str = ""
+) -> Iterator[Show]:
+    """Yield the function that is called with every event of rank 0.
+
+    `label` stands before every line where this run is one of several.
+    """
     title = (
         f"{settings.preset}: {parameter_count:,} parameters, {settings.ranks} "
         f"rank{'s' if settings.ranks > 1 else ''}, {settings.tokens_per_step:,} tokens a step, "
         f"strategy {settings.strategy}"
     )
-    print(f"{title}\n{_about(documents)}", file=sys.stderr, flush=True)
+    if label:
+        title = f"{label}: {title}"
+    if not label or label.startswith("1/"):
+        title += f"\n{_about(documents)}"
+    print(title, file=sys.stderr, flush=True)
     if sys.stderr.isatty():
-        with _bar(settings.steps) as show:
+        with _bar(settings.steps, label) as show:
             yield show
     else:
-        yield _lines(settings.steps)
+        yield _lines(settings.steps, label)
 
 
 def _about(documents: Any) -> str:
@@ -56,9 +65,10 @@ def _figures(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lines(steps: int) -> Show:
+def _lines(steps: int, label: str) -> Show:
     """The first step, then a line every few seconds, and the last step."""
     last = float("-inf")
+    before = f"{label}  " if label else ""
 
     def show(event: dict[str, Any]) -> None:
         nonlocal last
@@ -68,15 +78,17 @@ def _lines(steps: int) -> Show:
                 return
             last = now
             text = "  ".join(f"{value}" for value in _figures(event).values())
-            print(f"step {event['step'] + 1}/{steps}  loss {text}", file=sys.stderr, flush=True)
+            line = f"{before}step {event['step'] + 1}/{steps}  loss {text}"
+            print(line, file=sys.stderr, flush=True)
         elif event["kind"] == "eval" and event["eval_loss"] is not None:
-            print(f"held-out loss {event['eval_loss']:.4f}", file=sys.stderr, flush=True)
+            text = f"{before}held-out loss {event['eval_loss']:.4f}"
+            print(text, file=sys.stderr, flush=True)
 
     return show
 
 
 @contextlib.contextmanager
-def _bar(steps: int) -> Iterator[Show]:
+def _bar(steps: int, label: str) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -87,7 +99,7 @@ def _bar(steps: int) -> Iterator[Show]:
     )
 
     columns = [
-        TextColumn("step"),
+        TextColumn(f"{label}  step".strip()),
         MofNCompleteColumn(),
         BarColumn(bar_width=24),
         TextColumn("[bold]loss {task.fields[loss]}"),

@@ -8,11 +8,15 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import click
 
+from dcp._env import thread_count
 from dcp.cli import InputError, common, log_to_stderr, reading_input
+from dcp.cli.compare import compare_table, loss_difference, output_of, settings_of
+from dcp.cli.progress import closing_table, progress
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,9 @@ class Job:
     """What a rank needs to train: checked settings and the documents, read once."""
 
     settings: Any  # dcp.config.Settings
-    documents: Any  # None: memory-mapped files, which each rank opens for itself
+    documents: Any  # dcp.data.Documents; memory-mapped files are opened again by each rank
+    cost: Any  # dcp.CostModel
+    reduce: str  # "step" or "layer"
     resume: bool
     metrics: Path | None
     trace: Path | None
@@ -50,6 +56,9 @@ class Job:
 @click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
 @click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations.")
 @click.option("--target-loss", type=float, metavar="X", help="Stop at this held-out loss.")
+@click.option(
+    "--compare", metavar="A,B,...", help="Train with each of these strategies, and compare."
+)
 @click.option("--metrics", metavar="DIR", help="Folder of metrics.jsonl.  [default: --checkpoint]")
 @click.option("--trace", metavar="FILE", help="Write a Chrome trace of the steps.")
 @common
@@ -60,6 +69,7 @@ def command(
     sets: tuple[str, ...],
     print_config: bool,
     resume: bool,
+    compare: str | None,
     metrics: str | None,
     trace: str | None,
     **options: Any,
@@ -79,18 +89,42 @@ def command(
     if print_config:
         click.echo(settings.to_toml(), nl=False)
         return None
+    if compare is not None and options["strategy"] is not None:
+        raise InputError("--compare names the strategies: leave --strategy out")
+    if compare is not None and (settings.checkpoint.folder is not None or resume):
+        raise InputError("--compare trains a fresh model each time: leave --checkpoint out")
+    every = [settings] if compare is None else settings_of(compare, settings)
     with reading_input():
         _check_checkpoint(settings, resume)
         _check_outputs(metrics, trace)
         documents = _read_documents(settings)
-    job = Job(
-        settings=settings,
-        documents=None if _is_mapped(settings) else documents,
-        resume=resume,
-        metrics=Path(metrics) if metrics is not None else None,
-        trace=Path(trace) if trace is not None else None,
-    )
-    return _run(job, documents, json_to)
+        jobs = []
+        for one in every:
+            cost, reduce = planned_for(one, documents)
+            jobs.append(
+                Job(
+                    settings=one,
+                    documents=documents,
+                    cost=cost,
+                    reduce=reduce,
+                    resume=resume,
+                    metrics=_output(metrics, one, compare, folder=True),
+                    trace=_output(trace, one, compare, folder=False),
+                )
+            )
+            # what fits nowhere is said before a rank starts
+            make_loader(jobs[-1], SimpleNamespace(rank=0, size=one.ranks))
+    to = sys.stderr if json_to == "-" else sys.stdout
+    if compare is None:
+        document = _run(jobs[0])
+        closing_table(document, settings, to=to)
+        return document
+    return _compare(jobs, to)
+
+
+def _output(path: str | None, settings: Any, compare: str | None, *, folder: bool) -> Path | None:
+    given = Path(path) if path is not None else None
+    return given if compare is None else output_of(given, settings.strategy, folder=folder)
 
 
 _KEYS = {
@@ -149,25 +183,26 @@ def _check_outputs(metrics: str | None, trace: str | None) -> None:
         raise InputError(f"--trace {trace}: no such folder: {Path(trace).resolve().parent}")
 
 
-def _is_mapped(settings: Any) -> bool:
-    return str(settings.data.source).endswith(".npy")
-
-
 def _read_documents(settings: Any) -> Any:
     """Read the documents once; the ranks get them ready."""
     from dcp import data
 
-    source, length, long = settings.data.source, settings.data.max_length, settings.data.long
+    chosen = settings.data
+    options = {"max_length": chosen.max_length, "long": chosen.long}
     documents: Any
-    if _is_mapped(settings):
-        documents = data.TokenFiles(source, max_length=length, long=long)
+    if files := data.token_files(chosen.source):
+        if chosen.tokenizer is not None:
+            raise InputError(f"data.tokenizer is for text, and {chosen.source} holds tokens")
+        documents = data.TokenFiles(files, eos=chosen.eos, **options)
     else:
-        documents = data.TextFiles(source, max_length=length, long=long)
+        if chosen.eos is not None:
+            raise InputError(f"data.eos = {chosen.eos} is for .npy files of tokens")
+        documents = data.TextFiles(chosen.source, tokenizer=chosen.tokenizer, **options)
     vocab = settings.model["vocab_size"]
     if documents.vocab_size > vocab:
         raise InputError(
-            f"--data {source}: token {documents.vocab_size - 1} occurs, and model.vocab_size = "
-            f"{vocab}; set model.vocab_size={documents.vocab_size} or more"
+            f"--data {chosen.source}: tokens go up to {documents.vocab_size - 1}, and "
+            f"model.vocab_size = {vocab}; set model.vocab_size={documents.vocab_size} or more"
         )
     return documents
 
@@ -182,18 +217,10 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     if settings.memory is not None:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
-    loader = dcp.Loader(
-        job.documents if job.documents is not None else _read_documents(settings),
-        world,
-        dcp.CostModel.for_model(config),
-        tokens_per_step=settings.tokens_per_step,
-        strategy=settings.strategy,
-        seed=settings.seed,
-        memory_bytes=settings.memory,
-        weighting=settings.train.weighting,
-        eval_share=settings.train.eval_share,
-    )
-    with contextlib.closing(dcp.fully_shard(config, world, seed=settings.seed)) as model:
+    loader = make_loader(job, world)
+    sharding = {"windows": settings.plan.windows, "reduce": job.reduce}
+    model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
+    with contextlib.closing(model):
         trainer = dcp.Trainer(
             model,
             settings.optimizer.build(),
@@ -225,16 +252,77 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     }
 
 
-def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
+def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
+    """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
+    import dcp
+    from dcp.analytic import host_fixed_fields
+
+    config, plan = settings.transformer(), settings.plan
+
+    def cost(reduce: str) -> Any:
+        if plan.cost is None:
+            threads = thread_count(settings.ranks)
+            return dcp.CostModel.for_model(config, reduce=reduce, threads=threads)
+        measured = dcp.CostModel.load(plan.cost)
+        measured.check_model(config)
+        return dataclasses.replace(measured, **host_fixed_fields(config, reduce))
+
+    if plan.reduce != "auto":
+        return cost(plan.reduce), plan.reduce
+    return cost("step"), "step"
+
+
+def make_loader(job: Job, world: Any) -> Any:
+    """The loader of one rank; it raises where a sequence fits nowhere."""
+    import dcp
+
+    settings, plan = job.settings, job.settings.plan
+    return dcp.Loader(
+        job.documents,
+        world,
+        job.cost,
+        tokens_per_step=settings.tokens_per_step,
+        strategy=settings.strategy,
+        seed=settings.seed,
+        memory_bytes=settings.memory,
+        weighting=settings.train.weighting,
+        eval_share=settings.train.eval_share,
+        rounds=not plan.windows or job.reduce == "layer",
+        **plan_options(plan),
+    )
+
+
+def plan_options(plan: Any) -> dict[str, Any]:
+    """What `dcp.plan` is told of the settings beside strategy, seed and memory."""
+    return {
+        "max_tokens": plan.max_tokens,
+        "max_group": plan.max_group,
+        "fixed_group": plan.sp or 1,
+        "fixed_recompute": plan.recompute or "none",
+    }
+
+
+def _compare(jobs: list[Job], to: IO[str]) -> dict[str, Any]:
+    """Run the jobs one after the other, print the table, return the document."""
+    runs: list[dict[str, Any]] = []
+    for number, job in enumerate(jobs, 1):
+        runs.append(_run(job, f"{number}/{len(jobs)} {job.settings.strategy}"))
+        losses = [[step["loss"] for step in run["steps"]] for run in (runs[0], runs[-1])]
+        runs[-1]["loss_difference"] = loss_difference(*losses)
+    compare_table(runs, to=to)
+    shared = {key: runs[0][key] for key in ("world", "model", "parameter_count")}
+    return shared | {"compare": runs}
+
+
+def _run(job: Job, label: str = "") -> dict[str, Any]:
     """Launch the ranks, show their progress, return the document."""
     import dcp
-    from dcp.cli.progress import closing_table, progress
 
     settings = job.settings
     config = settings.transformer()
     parameter_count = config.parameter_count()
     steps: list[dict[str, Any]] = []
-    with progress(settings, parameter_count, documents) as show:
+    with progress(settings, parameter_count, job.documents, label) as show:
 
         def on_event(event: dict[str, Any]) -> None:
             if event["kind"] == "step":
@@ -244,7 +332,8 @@ def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
         ranks = dcp.launch(train_rank, settings.ranks, (job,), on_event=on_event)
     first = ranks[0]
     peaks = [rank["peak_bytes"] for rank in ranks]
-    document = {
+    return {
+        "strategy": settings.strategy,
         "world": settings.ranks,
         "model": dataclasses.asdict(config),
         "parameter_count": parameter_count,
@@ -256,8 +345,6 @@ def _run(job: Job, documents: Any, json_to: str | None) -> dict[str, Any]:
         "seconds_to_target": first["seconds_to_target"],
         "skipped_steps": first["skipped"],
     }
-    closing_table(document, settings, to=sys.stderr if json_to == "-" else sys.stdout)
-    return document
 
 
 STEP_KEYS = (
@@ -272,5 +359,6 @@ STEP_KEYS = (
     "idle_share",
     "micro_batches",
     "sp",
+    "winner",
     "arm",
 )

@@ -307,6 +307,69 @@ use_weights(dcp_comm_t *comm, dcp_dbuffer_t *buffer, const dcp_dbuffer_layout_t 
     return dcp_dbuffer_reduce(buffer, pool) == DCP_ERR_STATE ? DCP_OK : DCP_ERR_STATE;
 }
 
+/* Whole groups put together from the shards of all ranks. */
+static dcp_status_t
+check_gather(dcp_dbuffer_t *buffer, const dcp_dbuffer_layout_t *layout, float *full,
+             rank_result_t *result)
+{
+    for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(layout); g++) {
+        DCP_TRY(dcp_dbuffer_gather(buffer, g, full));
+        int64_t start = dcp_dbuffer_layout_group(layout, g).start;
+        for (int64_t t = 0; t < model.count; t++) {
+            const float *data = full + dcp_dbuffer_layout_start(layout, t) - start;
+            for (int64_t k = 0;
+                 model.tensors[t].group == g && k < elements_of(&model.tensors[t]);
+                 k++) {
+                result->wrong_weights += data[k] != value_at(0, t, k);
+            }
+        }
+    }
+    return DCP_OK;
+}
+
+/* Shards alone: the same runs as everywhere, a group when it is gathered, the same
+ * norm. */
+static dcp_status_t
+use_shards(dcp_comm_t *comm, dcp_dbuffer_t *buffer, const dcp_dbuffer_layout_t *layout,
+           dcp_pool_t *pool, rank_result_t *result)
+{
+    const dcp_dbuffer_run_t *runs;
+    int64_t run_count;
+    dcp_dbuffer_layout_runs(layout, dcp_comm_rank(comm), &runs, &run_count);
+    float *end = dcp_dbuffer_data(buffer);
+    for (int64_t i = 0; i < run_count; i++) {
+        float *data = dcp_dbuffer_run_data(buffer, &runs[i]);
+        result->wrong_weights += data < end;
+        end = data + runs[i].count;
+        for (int64_t k = 0; k < runs[i].count; k++) {
+            data[k] = value_at(0, runs[i].tensor, runs[i].first + k);
+        }
+    }
+    void *memory;
+    DCP_TRY(dcp_alloc_array(dcp_dbuffer_layout_elements(layout), (int64_t)sizeof(float),
+                            "test", &memory));
+    dcp_status_t status = check_gather(buffer, layout, memory, result);
+    dcp_free(memory);
+    double norm = 0;
+    if (status == DCP_OK) {
+        status = dcp_dbuffer_norm(buffer, pool, NULL, &norm);
+    }
+    if (status == DCP_OK
+        && (norm != result->norm || dcp_dbuffer_tensor_data(buffer, 0))) {
+        status = DCP_ERR_STATE;
+    }
+    dcp_dbuffer_zero(buffer);
+    for (int64_t i = 0; i < run_count; i++) {
+        for (int64_t k = 0; k < runs[i].count; k++) {
+            result->wrong_sums += dcp_dbuffer_run_data(buffer, &runs[i])[k] != 0;
+        }
+    }
+    if (status == DCP_OK && dcp_dbuffer_reduce(buffer, pool) != DCP_ERR_STATE) {
+        status = DCP_ERR_STATE;
+    }
+    return status;
+}
+
 static dcp_status_t
 use_buffers(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout, dcp_pool_t *pool,
             rank_result_t *result)
@@ -315,6 +378,22 @@ use_buffers(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout, dcp_pool_t *po
     DCP_TRY(dcp_dbuffer_create(comm, layout, DCP_DBUFFER_PRIVATE, &buffer));
     dcp_status_t status = use_gradients(comm, buffer, layout, pool, result);
     dcp_dbuffer_destroy(buffer);
+    double norm = result->norm;
+    if (status == DCP_OK) {
+        status = dcp_dbuffer_create(comm, layout, DCP_DBUFFER_LOCAL, &buffer);
+    }
+    if (status == DCP_OK) {
+        status = use_gradients(comm, buffer, layout, pool, result);
+        dcp_dbuffer_destroy(buffer);
+        result->wrong_sums += norm != result->norm;
+    }
+    if (status == DCP_OK) {
+        status = dcp_dbuffer_create(comm, layout, DCP_DBUFFER_SHARD, &buffer);
+    }
+    if (status == DCP_OK) {
+        status = use_shards(comm, buffer, layout, pool, result);
+        dcp_dbuffer_destroy(buffer);
+    }
     if (status == DCP_OK) {
         status = dcp_dbuffer_create(comm, layout, DCP_DBUFFER_SHARED, &buffer);
     }
@@ -482,10 +561,13 @@ self_scenario(void)
         status = dcp_dbuffer_layout_create(model.tensors, model.count, 1, 1,
                                            DCP_ORDER_SEARCH, &layout);
     }
-    if (status == DCP_OK) {
-        status = dcp_dbuffer_create(comm, layout, DCP_DBUFFER_PRIVATE, &buffer);
+    for (int kind = DCP_DBUFFER_SHARED; status == DCP_OK && kind <= DCP_DBUFFER_SHARD;
+         kind++) {
+        status = dcp_dbuffer_create(comm, layout, (dcp_dbuffer_kind_t)kind, &buffer);
+        if (status == DCP_OK) {
+            dcp_dbuffer_destroy(buffer);
+        }
     }
-    dcp_dbuffer_destroy(buffer);
     dcp_dbuffer_layout_destroy(layout);
     dcp_comm_destroy(comm);
     return status;

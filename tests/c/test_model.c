@@ -11,7 +11,7 @@
 static const dcp_transformer1d_config_t config = {.vocab_size = 37,
                                                   .hidden_size = 24,
                                                   .intermediate_size = 40,
-                                                  .num_hidden_layers = 2,
+                                                  .num_hidden_layers = 3,
                                                   .num_attention_heads = 4,
                                                   .num_key_value_heads = 2,
                                                   .head_dim = 8,
@@ -23,7 +23,7 @@ static const dcp_transformer1d_config_t config = {.vocab_size = 37,
                                                   .dropout = 0.1,
                                                   .initializer_range = 0.2};
 
-enum { TOKENS = 96, SEQUENCES = 4, TENSORS_MOST = 80 };
+enum { TOKENS = 96, SEQUENCES = 4, TENSORS_MOST = 128 };
 
 /* A model with weights and gradients in memory of the test's own (not counted). */
 typedef struct bench {
@@ -77,8 +77,8 @@ fill_batch(void)
 }
 
 static dcp_status_t
-run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *loss,
-       float *logits)
+run_on(const dcp_device_ops_t *device, int32_t threads, int32_t recomputed,
+       bench_t *bench, double *loss, float *logits)
 {
     dcp_pool_t *pool;
     dcp_model_t *model = NULL;
@@ -88,7 +88,10 @@ run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *
         status = dcp_model_bind(model, bench->weights, bench->gradients);
     }
     for (int i = 0; i < 2 && status == DCP_OK; i++) {
-        status = dcp_model_forward_backward(model, &batch, loss);
+        dcp_batch_t dropping = batch;
+        dropping.recompute[DCP_RECOMPUTE_LAYER] = i == 0 ? recomputed : 0;
+        dropping.recompute[DCP_RECOMPUTE_MLP] = i == 1 ? recomputed : 0;
+        status = dcp_model_forward_backward(model, &dropping, loss);
     }
     if (status == DCP_OK) {
         status = dcp_model_loss(model, &batch, loss);
@@ -101,7 +104,8 @@ run_on(const dcp_device_ops_t *device, int32_t threads, bench_t *bench, double *
     return status;
 }
 
-/* Bitwise the same on the device that holds everything back, with any thread count. */
+/* Bitwise the same on the device that holds everything back, with any thread count,
+ * whatever is recomputed. */
 static void
 test_late(void)
 {
@@ -110,8 +114,8 @@ test_late(void)
     double loss = 0, loss_late = 0;
     bench_init(&now, &config);
     bench_init(&late, &config);
-    CHECK_OK(run_on(dcp_device_cpu(), 1, &now, &loss, logits));
-    CHECK_OK(run_on(dcp_device_late(), 3, &late, &loss_late, logits_late));
+    CHECK_OK(run_on(dcp_device_cpu(), 1, 0, &now, &loss, logits));
+    CHECK_OK(run_on(dcp_device_late(), 3, 3, &late, &loss_late, logits_late));
     CHECK(isfinite(loss) && loss > 0 && loss == loss_late);
     CHECK(memcmp(logits, logits_late, sizeof logits) == 0);
     for (int64_t i = 0; i < now.tensor_count; i++) {
@@ -130,7 +134,7 @@ cpu_scenario(void)
 {
     double loss = 0;
     static float logits[TOKENS * 37];
-    return run_on(dcp_device_cpu(), 2, &scenario_bench, &loss, logits);
+    return run_on(dcp_device_cpu(), 2, 2, &scenario_bench, &loss, logits);
 }
 
 static dcp_status_t
@@ -138,7 +142,7 @@ late_scenario(void)
 {
     double loss = 0;
     static float logits[TOKENS * 37];
-    return run_on(dcp_device_late(), 2, &scenario_bench, &loss, logits);
+    return run_on(dcp_device_late(), 2, 3, &scenario_bench, &loss, logits);
 }
 
 static void
@@ -181,7 +185,8 @@ test_recovers(void)
 /* What a pass holds stays under the promise, and the promise is not far above. */
 static void
 check_bytes(const dcp_transformer1d_config_t *model_config, int64_t token_count,
-            int64_t sequence_count, int32_t threads, double slack)
+            int64_t sequence_count, int32_t layers, int32_t mlps, int32_t threads,
+            double slack)
 {
     bench_t bench;
     bench_init(&bench, model_config);
@@ -195,7 +200,8 @@ check_bytes(const dcp_transformer1d_config_t *model_config, int64_t token_count,
                        .tokens = ids,
                        .offsets = starts,
                        .labels = ids,
-                       .scale = 1};
+                       .scale = 1,
+                       .recompute = {layers, mlps}};
     int64_t held = dcp_alloc_held_bytes();
     dcp_alloc_reset_peak();
     dcp_pool_t *pool;
@@ -207,13 +213,16 @@ check_bytes(const dcp_transformer1d_config_t *model_config, int64_t token_count,
     CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
     CHECK_OK(dcp_model_forward_backward(model, &big, &loss));
     int64_t real = dcp_alloc_peak_bytes() - held - pool_bytes;
-    int64_t promised = dcp_model_pass_bytes(model_config, token_count, threads);
+    int64_t promised =
+        dcp_model_pass_bytes(model_config, token_count, big.recompute, threads);
     CHECK(real <= promised);
     CHECK((double)promised <= slack * (double)real);
     if (real > promised || (double)promised > slack * (double)real) {
-        printf("tokens %lld, sequences %lld, threads %d: real %lld, promised %lld\n",
-               (long long)token_count, (long long)sequence_count, (int)threads,
-               (long long)real, (long long)promised);
+        printf(
+            "tokens %lld, sequences %lld, recompute {%d, %d}, threads %d: real %lld, "
+            "promised %lld\n",
+            (long long)token_count, (long long)sequence_count, (int)layers, (int)mlps,
+            (int)threads, (long long)real, (long long)promised);
     }
     dcp_model_destroy(model);
     dcp_pool_destroy(pool);
@@ -233,13 +242,13 @@ test_bytes(void)
     tiny.head_dim = 32;
     tiny.max_position_embeddings = 32768;
     tiny.num_hidden_layers = 2;
-    check_bytes(&tiny, 1500, 1, 2, 1.3);
-    check_bytes(&tiny, 2000, 1, 1, 1.3);
-    check_bytes(&tiny, 2500, 300, 2, 1.3);
+    check_bytes(&tiny, 1500, 1, 0, 0, 2, 1.12);
+    check_bytes(&tiny, 2000, 1, 2, 0, 1, 1.03);
+    check_bytes(&tiny, 2500, 300, 0, 2, 2, 1.15);
     tiny.vocab_size = 20000; /* logits and packed head dominate */
     tiny.tie_word_embeddings = 1;
     tiny.dropout = 0;
-    check_bytes(&tiny, 300, 3, 2, 1.3);
+    check_bytes(&tiny, 300, 3, 1, 1, 2, 1.05);
 }
 
 /* The bound over many shapes, wherever scratch or panels or activations dominate. */
@@ -269,8 +278,57 @@ test_bytes_of_many_shapes(void)
         int64_t token_count = 1 + (int64_t)dcp_rng_below(&rng, i % 4 == 0 ? 1500 : 300);
         int64_t sequences = i % 3 == 0 ? 1 : 1 + (int64_t)dcp_rng_below(&rng, 50);
         int32_t threads = 1 + (int32_t)dcp_rng_below(&rng, 5);
-        check_bytes(&shape, token_count, sequences, threads, 1e9);
+        int32_t layers =
+            (int32_t)dcp_rng_below(&rng, (uint64_t)shape.num_hidden_layers + 1);
+        int32_t mlps = (int32_t)dcp_rng_below(
+            &rng, (uint64_t)(shape.num_hidden_layers - layers) + 1);
+        check_bytes(&shape, token_count, sequences, layers, mlps, threads, 1e9);
     }
+}
+
+/* A long pass that drops everything leaves much scratch, a short one that drops nothing
+ * a large arena; one model that runs them by turns holds no more than either was to
+ * hold. */
+static void
+test_bytes_of_alternating_passes(void)
+{
+    enum { LONG = 6000 };
+    dcp_transformer1d_config_t shape = config;
+    shape.max_position_embeddings = LONG;
+    bench_t bench;
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    static int32_t ids[LONG];
+    int64_t starts[2] = {0, LONG};
+    bench_init(&bench, &shape);
+    CHECK_OK(dcp_pool_create(2, &pool));
+    int64_t before = dcp_alloc_held_bytes();
+    CHECK_OK(dcp_model_create(&shape, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+    dcp_batch_t one = {.token_count = LONG,
+                       .sequence_count = 1,
+                       .tokens = ids,
+                       .offsets = starts,
+                       .labels = ids,
+                       .scale = 1};
+    const int32_t full[DCP_RECOMPUTE_KINDS] = {3, 0};
+    int64_t promised = dcp_model_pass_bytes(&shape, LONG, full, 2);
+    int64_t count = LONG;
+    while (dcp_model_pass_bytes(&shape, count, NULL, 2) > promised) {
+        count--;
+    }
+    CHECK(count > LONG / 4);
+    dcp_alloc_reset_peak();
+    double loss = 0;
+    for (int i = 0; i < 4; i++) {
+        one.token_count = starts[1] = i % 2 == 0 ? LONG : count;
+        one.recompute[DCP_RECOMPUTE_LAYER] = i % 2 == 0 ? 3 : 0;
+        CHECK_OK(dcp_model_forward_backward(model, &one, &loss));
+        CHECK(dcp_alloc_peak_bytes() - before <= promised);
+    }
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
 }
 
 static void
@@ -308,6 +366,10 @@ test_bad_batches(void)
     bad = batch;
     bad.tokens = NULL;
     expect(model, &bad, "tokens");
+    bad = batch;
+    bad.recompute[DCP_RECOMPUTE_LAYER] = 2;
+    bad.recompute[DCP_RECOMPUTE_MLP] = 2;
+    expect(model, &bad, "recompute = {layer: 2, mlp: 2}");
     bad = batch;
     bad.sequence_count = 2;
     expect(model, &bad, "the last offset 40");
@@ -360,15 +422,117 @@ test_frozen(void)
     bench_fini(&frozen);
 }
 
+/* What the hooks of a pass saw. */
+typedef struct witness {
+    int64_t forward[3], backward[3]; /* attention calls a layer */
+    int32_t calls[64];               /* of enter and leave, in order */
+    int call_count;
+} witness_t;
+
+static dcp_status_t
+see_forward(void *state, dcp_queue_t *queue, int64_t layer,
+            const dcp_attention_args_t *args)
+{
+    ((witness_t *)state)->forward[layer]++;
+    return dcp_device_cpu()->attention(queue, args);
+}
+
+static dcp_status_t
+see_backward(void *state, dcp_queue_t *queue, int64_t layer,
+             const dcp_attention_backward_args_t *args)
+{
+    ((witness_t *)state)->backward[layer]++;
+    return dcp_device_cpu()->attention_backward(queue, args);
+}
+
+static dcp_status_t
+see(witness_t *witness, int32_t group, int32_t backward, int32_t leaves)
+{
+    CHECK(witness->call_count < 64);
+    witness->calls[witness->call_count++] = 4 * group + 2 * backward + leaves;
+    return DCP_OK;
+}
+
+static dcp_status_t
+see_enter(void *state, dcp_queue_t *queue, int32_t group, int32_t backward)
+{
+    (void)queue;
+    return see(state, group, backward, 0);
+}
+
+static dcp_status_t
+see_leave(void *state, dcp_queue_t *queue, int32_t group, int32_t backward)
+{
+    (void)queue;
+    return see(state, group, backward, 1);
+}
+
+/* A layer that is computed again asks the attention hook again, and its group is
+ * entered once for both, as in a pass that drops nothing. */
+static void
+test_hooks_of_recomputed_layers(void)
+{
+    bench_t bench, plain;
+    witness_t walk = {0};
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    double loss = 0, want = 0;
+    bench_init(&bench, &config);
+    bench_init(&plain, &config);
+    CHECK_OK(dcp_pool_create(2, &pool));
+    CHECK_OK(dcp_model_create(&config, dcp_device_cpu(), pool, &model));
+    CHECK_OK(dcp_model_bind(model, plain.weights, plain.gradients));
+    CHECK_OK(dcp_model_forward_backward(model, &batch, &want));
+    dcp_model_set_hooks(model, &(dcp_model_hooks_t){&walk, see_enter, see_leave});
+    CHECK_OK(dcp_model_walk(model, 1));
+    for (int32_t layers = 0; layers <= 3; layers++) {
+        witness_t witness = {0};
+        dcp_attention_hook_t attention = {&witness, see_forward, see_backward};
+        dcp_batch_t hooked = batch;
+        hooked.recompute[DCP_RECOMPUTE_LAYER] = layers;
+        hooked.recompute[DCP_RECOMPUTE_MLP] = 3 - layers;
+        hooked.attention = &attention;
+        dcp_model_set_hooks(model,
+                            &(dcp_model_hooks_t){&witness, see_enter, see_leave});
+        for (int64_t i = 0; i < bench.tensor_count; i++) {
+            memset(bench.gradients[i], 0, (size_t)bench.counts[i] * sizeof(float));
+        }
+        CHECK_OK(dcp_model_bind(model, bench.weights, bench.gradients));
+        loss = 0;
+        CHECK_OK(dcp_model_forward_backward(model, &hooked, &loss));
+        CHECK(loss == want);
+        for (int64_t i = 0; i < bench.tensor_count; i++) {
+            CHECK(memcmp(bench.gradients[i], plain.gradients[i],
+                         (size_t)bench.counts[i] * sizeof(float))
+                  == 0);
+        }
+        CHECK(witness.call_count == walk.call_count);
+        CHECK(memcmp(witness.calls, walk.calls, sizeof walk.calls) == 0);
+        for (int64_t i = 0; i < 3; i++) {
+            CHECK(witness.forward[i] == (i < layers - 1 ? 2 : 1));
+            CHECK(witness.backward[i] == 1);
+        }
+        witness = (witness_t){0};
+        CHECK_OK(dcp_model_loss(model, &hooked, &loss)); /* drops nothing */
+        CHECK(witness.forward[0] == 1 && witness.backward[0] == 0);
+    }
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
+    bench_fini(&plain);
+}
+
 int
 main(void)
 {
     fill_batch();
+    test_hooks_of_recomputed_layers();
     test_late();
     test_allocation_failures();
     test_recovers();
     test_bytes();
     test_bytes_of_many_shapes();
+    test_bytes_of_alternating_passes();
     test_bad_batches();
     test_frozen();
     return check_finish();

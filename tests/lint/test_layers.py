@@ -39,7 +39,9 @@ CORE_FILES = [path for path in C_FILES if path.is_relative_to(CSRC)]
 
 # Header of include/dcp -> the folder it belongs to.
 HEADER_LAYER = {
-    **dict.fromkeys(("status", "alloc", "log", "rng", "clock", "threads", "dtype", "base"), "base"),
+    **dict.fromkeys(
+        ("status", "alloc", "log", "rng", "clock", "threads", "dtype", "base", "recompute"), "base"
+    ),
     **dict.fromkeys(("ops", "kernels", "device", "isa"), "kernels"),
     "comm": "comm",
     "shard": "shard",

@@ -102,6 +102,13 @@ def test_help_and_version() -> None:
         (["train", "--device", "emulated"], "emulated"),
         (["train", "--memory", "much"], "memory"),
         (["train", "--resume"], "--checkpoint"),
+        (["train", "--compare", "packed,bukcet"], "'bucket'"),
+        (["train", "--compare", "packed,packed"], "twice"),
+        (["train", "--compare", ""], "unknown strategy ''"),
+        (["train", "--compare", "packed,bucket", "--strategy", "packed"], "--strategy"),
+        (["train", "--compare", "packed,bucket", "--checkpoint", "/tmp/x"], "--checkpoint"),
+        (["train", "--set", "plan.sp=2"], "strategy 'fixed'"),
+        (["train", "--set", "plan.cost=/no/such.json"], "/no/such.json"),
         (["train", "--save-every", "2"], "--checkpoint"),
         (["train", "--eval-every", "0"], "eval_every"),
         (["train", "--target-loss", "nan"], "target_loss"),
@@ -132,6 +139,78 @@ def test_bad_data(tmp_path: Path) -> None:
     assert "torn.npy" in refused("train", "--data", tmp_path / "torn.npy")
     np.save(tmp_path / "large.npy", np.full(50, 999, np.int32))
     assert "vocab_size=1000" in refused("train", "--data", tmp_path / "large.npy")
+    tokens = ("train", "--data", tmp_path / "large.npy", "--set", "data.tokenizer=t.json")
+    assert "data.tokenizer is for text" in refused(*tokens)
+    assert "data.eos = 0" in refused("train", "--set", "data.eos=0")
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting ranks is a failure."""
+
+    def launch(*_: Any, **__: Any) -> Any:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(dcp, "launch", launch)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_what_fits_nowhere_is_said_before_ranks_start(tmp_path: Path) -> None:
+    """Case P-11: the sequence, its length and the bytes are named, also with --compare."""
+    (tmp_path / "a.txt").write_text("x" * 700)
+    (tmp_path / "b.txt").write_text("x" * 30)
+    small = ("train", "--data", tmp_path, "--ranks", 2, "--set", "train.eval_share=0")
+    for more in ((), ("--compare", "packed,bucket")):
+        message = refused(*small, *more, "--memory", "20MB")
+        assert "sequence 0" in message and "700 tokens" in message and "20000000" in message
+        message = refused(*small, *more, "--memory", "20kB")  # less than weights and gradients
+        assert "20000" in message
+
+
+def test_settings_of_every_strategy() -> None:
+    from dcp.cli import InputError
+    from dcp.cli.compare import output_of, settings_of
+    from dcp.config import load
+
+    base = load(options={"seed": 5, "ranks": 2})
+    both = settings_of("bucket, packed", base)
+    assert [one.strategy for one in both] == ["bucket", "packed"]
+    assert all(one.seed == 5 and one.ranks == 2 for one in both)
+    with pytest.raises(InputError, match="did you mean 'packed'"):
+        settings_of("bucket,paked", base)
+    assert output_of(None, "bucket", folder=True) is None
+    assert output_of(Path("a/t.json"), "bucket", folder=False) == Path("a/t-bucket.json")
+    assert output_of(Path("a/m"), "bucket", folder=True) == Path("a/m/bucket")
+
+
+def test_loss_difference() -> None:
+    from dcp.cli.compare import loss_difference
+
+    assert loss_difference([4.0, 2.0], [4.0, 2.0]) == 0.0
+    assert loss_difference([4.0, 2.0], [4.0, 2.1]) == pytest.approx(0.1 / 2.1)
+    assert loss_difference([4.0, None], [4.0, None]) == 0.0
+    assert loss_difference([4.0, None], [4.0, 2.0]) is None
+
+
+def test_compare_table_says_whether_losses_are_equal() -> None:
+    import io
+
+    from dcp.cli.compare import compare_table
+
+    def run(name: str, difference: float | None, idle: float | None) -> dict[str, Any]:
+        return {
+            "strategy": name,
+            "tokens_per_s": 1000.0 if name == "bucket" else 1500.0,
+            "steps": [{"loss": 2.0, "idle_share": idle}],
+            "peak_memory_bytes": {"ranks": [2**20, 2**21]},
+            "loss_difference": difference,
+        }
+
+    for difference, word in ((1e-9, "losses equal"), (1e-3, "DIFFER"), (None, "DIFFER")):
+        text = io.StringIO()
+        compare_table([run("bucket", 0.0, 0.25), run("packed", difference, None)], to=text)
+        assert word in text.getvalue() and "1.50x" in text.getvalue()
+        assert "25.0%" in text.getvalue() and "2.0 MiB" in text.getvalue()
 
 
 def test_checkpoint_folders_that_cannot_be_used(tmp_path: Path) -> None:

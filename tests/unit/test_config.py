@@ -202,3 +202,59 @@ def test_sizes_that_are_none(text: str) -> None:
 def test_suggestions() -> None:
     assert "known: a, b" in suggest("zzz", ["a", "b"])
     assert suggest("zzz", [f"key{i}" for i in range(100)]) == ""
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategy "fixed" is known, whatever this build's planner has."""
+    names = dict.fromkeys([*config._CHOICES["strategy"], "fixed"])
+    monkeypatch.setitem(config._CHOICES, "strategy", tuple(names))
+
+
+@pytest.mark.usefixtures("fixed")
+def test_one_fixed_setting() -> None:
+    settings = load(
+        sets=["plan.sp=2", "plan.recompute=full"], options={"strategy": "fixed", "ranks": 4}
+    )
+    assert settings.plan.sp == 2 and settings.plan.recompute == "full"
+    counts = load(sets=["plan.recompute={layer = 1, mlp = 1}"], options={"strategy": "fixed"})
+    assert counts.plan.recompute == {"layer": 1, "mlp": 1}
+    bare = load(options={"strategy": "fixed"})
+    assert bare.plan.sp is None and bare.plan.recompute is None
+
+
+@pytest.mark.usefixtures("fixed")
+def test_recompute_counts_read_back_from_toml(tmp_path: Path) -> None:
+    for value in ("none", "selective", "{mlp = 2}"):
+        settings = load(sets=[f"plan.recompute={value}"], options={"strategy": "fixed"})
+        file = tmp_path / "printed.toml"
+        file.write_text(settings.to_toml())
+        assert load(config=file) == settings
+
+
+@pytest.mark.usefixtures("fixed")
+@pytest.mark.parametrize(
+    ("sets", "options", "words"),
+    [
+        (["plan.sp=2"], {"strategy": "packed"}, "plan.sp = 2 .* strategy 'fixed'"),
+        (["plan.recompute=full"], {"strategy": "packed"}, "plan.recompute = 'full' .* 'fixed'"),
+        (["plan.sp=2"], {"ranks": 3}, r"plan\.sp = 2 does not divide ranks = 3 .* 1, 3"),
+        (["plan.sp=4"], {"ranks": 2}, "plan.sp = 4 does not divide ranks = 2"),
+        (["plan.sp=2", "plan.max_group=1"], {"ranks": 2}, "plan.max_group = 1"),
+        (["plan.sp=0"], {}, "plan.sp = 0 must be >= 1"),
+        (["plan.sp=two"], {}, "plan.sp = 'two' must be an integer"),
+        (["plan.recompute=ful"], {}, "did you mean 'full'"),
+        (["plan.recompute={layers = 1}"], {}, "did you mean 'layer'"),
+        (["plan.recompute={layer = -1}"], {}, "layer = -1 must be an integer >= 0"),
+        (["plan.recompute={layer = 99}"], {}, "99 layers, the model has"),
+        (["plan.max_tokens=0"], {}, "plan.max_tokens = 0"),
+        (["plan.max_group=0"], {}, "plan.max_group = 0"),
+        (["plan.windows=maybe"], {}, "plan.windows = 'maybe' must be true or false"),
+        (["plan.reduce=layers"], {}, "did you mean 'layer'"),
+        (["plan.sequence_parallel=rin"], {}, "did you mean 'ring'"),
+        (["plan.spp=1"], {}, "did you mean 'plan.sp'"),
+    ],
+)
+def test_plan_settings_that_cannot_work(sets: list[str], options: Any, words: str) -> None:
+    with pytest.raises(dcp.ArgumentError, match=words):
+        load(sets=sets, options={"strategy": "fixed", **options})

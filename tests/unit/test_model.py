@@ -320,6 +320,87 @@ def test_late_device_gives_the_same_bits(
         )
 
 
+def choices(layers: int) -> list[tuple[int, int]]:
+    return [(n, m) for n in range(layers + 1) for m in range(layers + 1 - n)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    config=configs(),
+    layers=st.integers(1, 4),
+    lengths=LENGTHS,
+    dropout=st.sampled_from([0.0, 0.3]),
+    device=st.sampled_from(["cpu", "late"]),
+)
+@example(config=SMALL, layers=4, lengths=[30, 0, 70, 1], dropout=0.3, device="late")
+def test_recomputing_changes_no_bit(
+    config: dcp.Transformer1D, layers: int, lengths: list[int], dropout: float, device: str
+) -> None:
+    """Every number of layers and MLPs that are dropped: loss and gradients are those of none. The
+    same model goes from choice to choice and back, so nothing of one is left for the next."""
+    config = dcp.Transformer1D(
+        **(config.core() | {"dropout": dropout, "num_hidden_layers": layers})
+    )
+    model = make_model(config)
+    batch = make_batch(config, lengths) | {"dropout_seed": 5, "scale": 0.3}
+    want_loss, want = accumulate(model, [batch])
+    core = _dcp.Model(config.core(), list(model.parameters().values()), device=device)
+    for counts in [*choices(layers), (0, 0)]:
+        got = {name: np.zeros_like(x) for name, x in want.items()}
+        loss = core.forward_backward(gradients=list(got.values()), recompute=counts, **batch)
+        assert loss == want_loss, counts
+        assert_same(got, want)
+
+
+def test_recompute_by_name() -> None:
+    model, batch = make_model(SMALL), make_batch(SMALL, [9, 30])
+    loss, want = model.loss_and_gradients(**batch)
+    for recompute in ("none", "selective", "full", {"mlp": 1, "layer": 1}, {}):
+        got_loss, got = model.loss_and_gradients(**batch, recompute=recompute)
+        assert got_loss == loss
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "words"),
+    [
+        ({"layer": 3}, r"layer: 3, mlp: 0.*2 layers"),
+        ({"layer": 1, "mlp": 2}, r"layer: 1, mlp: 2"),
+        ({"mlp": -1}, r"mlp: -1"),
+        ({"attention": 1}, "attention"),
+        ("most", "'most'"),
+    ],
+)
+def test_bad_recompute_is_named(recompute: Any, words: str) -> None:
+    model, batch = make_model(SMALL), make_batch(SMALL, [9])
+    with pytest.raises(dcp.ArgumentError, match=words):
+        model.loss_and_gradients(**batch, recompute=recompute)
+    with pytest.raises(dcp.ArgumentError, match=words):
+        SMALL.activation_bytes(100, recompute=recompute)
+
+
+@settings(max_examples=30, deadline=None)
+@given(config=configs(), layers=st.integers(1, 8), tokens=st.integers(0, 5000))
+def test_promised_bytes_are_monotone(config: dcp.Transformer1D, layers: int, tokens: int) -> None:
+    """Case P-09: the estimate knows what is recomputed; more tokens or layers never hold less."""
+    core = config.core()
+    config = dcp.Transformer1D(**(core | {"num_hidden_layers": layers}))
+    deeper = dcp.Transformer1D(**(core | {"num_hidden_layers": layers + 1}))
+    held = {counts: config.activation_bytes(tokens, recompute=counts) for counts in choices(layers)}
+    named = [config.activation_bytes(tokens, recompute=r) for r in ("none", "selective", "full")]
+    assert named == [held[0, 0], held[0, layers], held[layers, 0]]
+    assert named == sorted(named, reverse=True)
+    for (n, m), value in held.items():
+        assert value <= held.get((n - 1, m), value), "another layer dropped"
+        assert value <= held.get((n, m - 1), value), "another MLP dropped"
+        assert value <= config.activation_bytes(tokens + 1, recompute=(n, m))
+        assert value <= deeper.activation_bytes(tokens, recompute=(n, m))
+    saved = named[0] - named[2]
+    part = 4 * (config.hidden_size + 2 * config.intermediate_size)
+    assert saved >= (layers - 1) * tokens * part  # and what attention keeps
+    assert held[min(1, layers), 0] == named[0]  # the only one to use its place keeps it
+
+
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     yield _dcp.set_num_threads

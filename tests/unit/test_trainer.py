@@ -35,6 +35,7 @@ class FakeModel:
         self.published = 0
         self.frozen = frozenset({"f", "g"})
         self.kept: set[str] = set()
+        self.evaluated_groups: list[Any] = []
 
     def step(self, micro_batches: Any, **settings: Any) -> Any:
         self.calls.append(settings)
@@ -50,7 +51,8 @@ class FakeModel:
             loss=loss, grad_norm=loss * 2, busy_s=busy, seconds=0.2, skipped=skipped
         )
 
-    def evaluate(self, micro_batches: Any, *, scale: float) -> float:
+    def evaluate(self, micro_batches: Any, *, scale: float, groups: Any) -> float:
+        self.evaluated_groups.append(groups)
         return self.value * scale * len(micro_batches)
 
     def shards(self) -> dict[str, float]:
@@ -67,7 +69,10 @@ class FakeModel:
 
 
 class FakeLoader:
-    """Steps 0, 1, 2 ... with micro-batches that depend on the step."""
+    """Steps 0, 1, 2 ... with micro-batches that depend on the step.
+
+    Every rank computes one sequence alone, rank 0 another one, and all share the last.
+    """
 
     def __init__(self, held_out: int = 2, world_size: int = 1):
         self.at, self.held_out, self.world_size = 0, held_out, world_size
@@ -76,13 +81,10 @@ class FakeLoader:
         while True:
             index = self.at
             self.at += 1
-            batches = [
-                SimpleNamespace(ranks=[rank], sequences=[0]) for rank in range(self.world_size)
-            ] + [SimpleNamespace(ranks=[0], sequences=[1])]
             yield SimpleNamespace(
                 index=index,
                 epoch=0,
-                plan=SimpleNamespace(hash=f"{index:016x}", micro_batches=batches),
+                plan=self._plan(index),
                 lengths=[3, 4],
                 trainable=10 + index,
                 sequence_count=2,
@@ -90,9 +92,20 @@ class FakeLoader:
                 micro_batches=[index, index + 1],
             )
 
+    def _plan(self, index: int) -> Any:
+        ranks = [[rank] for rank in range(self.world_size)] + [[0], [*range(self.world_size)]]
+        return SimpleNamespace(
+            hash=f"{index:016x}",
+            winner="packed",
+            micro_batches=[SimpleNamespace(ranks=r, sequences=[i]) for i, r in enumerate(ranks)],
+            groups=[(0, self.world_size)] if self.world_size > 1 else [],
+        )
+
     def evaluation(self, *, tokens: int) -> Iterator[Any]:
         for index in range(self.held_out):
-            yield SimpleNamespace(micro_batches=[index], scale=1.0 / self.held_out)
+            yield SimpleNamespace(
+                micro_batches=[index], scale=1.0 / self.held_out, plan=self._plan(index)
+            )
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -145,10 +158,13 @@ def test_steps_in_order_with_what_each_needs() -> None:
 
 
 def test_record_holds_what_the_command_prints() -> None:
-    report = Trainer(FakeModel(size=2), ADAMW, FakeLoader(world_size=2)).fit(1)
+    model = FakeModel(size=2)
+    report = Trainer(model, ADAMW, FakeLoader(world_size=2)).fit(1)
     record = report.steps[0]
+    assert model.calls[0]["groups"] == [(0, 2)] and model.evaluated_groups == [[(0, 2)]] * 2
     assert record.tokens == 10 and record.sequences == 2
-    assert record.micro_batches == [2, 1] and record.sp == [1, 1]
+    assert record.micro_batches == [3, 2] and record.sp == [1, 1, 2]
+    assert record.winner == "packed"
     assert record.plan == "0" * 16 and record.arm is None and record.grad_norm == 2.0
     json.dumps(vars(record), allow_nan=False)
 

@@ -10,6 +10,10 @@
  * moves nothing. PRIVATE: each rank has a full copy that peers may read: gradients.
  * dcp_dbuffer_reduce sums, in rank order, this rank's shard over all copies into its
  * own copy.
+ *
+ * Where nothing may be read one-sidedly: SHARD holds this rank's slices alone, one
+ * after the other; dcp_dbuffer_gather puts a whole group together. LOCAL is a full copy
+ * in memory of this rank's own, summed by messages: the same bits as PRIVATE.
  */
 #ifndef DCP_DBUFFER_H
 #define DCP_DBUFFER_H
@@ -59,9 +63,21 @@ int64_t dcp_dbuffer_layout_start(const dcp_dbuffer_layout_t *layout,
 void dcp_dbuffer_layout_runs(const dcp_dbuffer_layout_t *layout, int32_t rank,
                              const dcp_dbuffer_run_t **runs_p, int64_t *run_count_p);
 
+typedef struct dcp_dbuffer_group {
+    int64_t start;       /* element of the buffer */
+    int64_t shard;       /* S: elements of one rank's slice */
+    int64_t shard_start; /* where the slice lies among a rank's slices */
+} dcp_dbuffer_group_t;
+
+int32_t dcp_dbuffer_layout_group_count(const dcp_dbuffer_layout_t *layout);
+dcp_dbuffer_group_t dcp_dbuffer_layout_group(const dcp_dbuffer_layout_t *layout,
+                                             int32_t group);
+
 typedef enum dcp_dbuffer_kind {
     DCP_DBUFFER_SHARED = 0,
-    DCP_DBUFFER_PRIVATE = 1
+    DCP_DBUFFER_PRIVATE = 1,
+    DCP_DBUFFER_LOCAL = 2,
+    DCP_DBUFFER_SHARD = 3
 } dcp_dbuffer_kind_t;
 
 /* Collective. Borrows comm and layout until destroyed. Zero-filled. The layout is for
@@ -69,11 +85,25 @@ typedef enum dcp_dbuffer_kind {
 dcp_status_t dcp_dbuffer_create(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
                                 dcp_dbuffer_kind_t kind, dcp_dbuffer_t **buffer_p);
 void dcp_dbuffer_destroy(dcp_dbuffer_t *buffer);
-float *
-dcp_dbuffer_data(const dcp_dbuffer_t *buffer); /* this rank's view of the whole */
+/* This rank's view of the whole; SHARD: its slices. */
+float *dcp_dbuffer_data(const dcp_dbuffer_t *buffer);
+/* NULL for SHARD: no rank has a whole tensor. */
 float *dcp_dbuffer_tensor_data(const dcp_dbuffer_t *buffer, int64_t tensor);
-/* PRIVATE only: see above. Not collective; the caller fences with barriers. */
+/* Where a run of this rank lies, whatever the kind. */
+float *dcp_dbuffer_run_data(const dcp_dbuffer_t *buffer, const dcp_dbuffer_run_t *run);
+/* This rank's slice of a group. */
+float *dcp_dbuffer_slice(const dcp_dbuffer_t *buffer, int32_t group);
+/* All that this rank holds of the buffer (SHARED: its slices) becomes 0. */
+void dcp_dbuffer_zero(dcp_dbuffer_t *buffer);
+/* PRIVATE, LOCAL: see above. PRIVATE: not collective, the caller fences with barriers.
+ * LOCAL: collective. */
 dcp_status_t dcp_dbuffer_reduce(dcp_dbuffer_t *buffer, dcp_pool_t *pool);
+/* SHARD: full [m x S] gets the slices of all ranks. Collective. */
+dcp_status_t dcp_dbuffer_gather(dcp_dbuffer_t *buffer, int32_t group, float *full);
+/* Sums full [m x S] over ranks, in rank order, by messages; this rank's slice of full
+ * gets its part of the sum, the rest stays. Any kind. Collective. */
+dcp_status_t dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group,
+                                      float *full);
 
 /* Sum of squares of this rank's shard, exactly: per row in fp64 (fixed order), rows
  * added without rounding, so that the total over ranks does not depend on how rows are

@@ -85,6 +85,9 @@ typedef struct dcp_model_hooks {
 
 /* Checks every field; names the Hugging Face key that breaks a rule. */
 dcp_status_t dcp_transformer1d_check(const dcp_transformer1d_config_t *config);
+/* Checks recompute counts, as in dcp_batch_t. */
+dcp_status_t dcp_transformer1d_check_recompute(const dcp_transformer1d_config_t *config,
+                                               const int32_t *recompute);
 
 int64_t dcp_model_tensor_count(const dcp_transformer1d_config_t *config);
 /* Tensor `index` in model order: embedding, layers, final norm, head (none where tied).
@@ -111,6 +114,9 @@ dcp_status_t dcp_model_bind(dcp_model_t *model, float *const *weights,
                             float *const *gradients);
 /* The weights' values changed: packed copies are stale. */
 void dcp_model_weights_changed(dcp_model_t *model);
+/* The same of one group, whose weights came to lie where they are bound, over those of
+ * another layer: only one layer's packed copies are kept in memory from now on. */
+void dcp_model_group_changed(dcp_model_t *model, int32_t group);
 
 /* hooks NULL: none; else copied. */
 void dcp_model_set_hooks(dcp_model_t *model, const dcp_model_hooks_t *hooks);
@@ -121,7 +127,8 @@ dcp_status_t dcp_model_walk(dcp_model_t *model, int32_t training);
  * fail where it is too small; NULL: in memory of the model's own. */
 void dcp_model_set_arena(dcp_model_t *model, void *arena, int64_t bytes);
 
-/* *loss_p += scaled loss; gradients accumulate. A batch with no tokens does nothing. */
+/* *loss_p += scaled loss; gradients accumulate. A batch with no tokens only calls the
+ * hooks. */
 dcp_status_t dcp_model_forward_backward(dcp_model_t *model, const dcp_batch_t *batch,
                                         double *loss_p);
 /* Forward only, no dropout. */
@@ -131,14 +138,20 @@ dcp_status_t dcp_model_loss(dcp_model_t *model, const dcp_batch_t *batch,
 dcp_status_t dcp_model_logits(dcp_model_t *model, const dcp_batch_t *batch,
                               float *logits);
 
+/* Bytes of the arena that one pass takes. */
+int64_t dcp_model_arena_bytes(const dcp_transformer1d_config_t *config,
+                              int64_t token_count, int32_t training,
+                              const int32_t *recompute);
 /* Bytes that a forward and backward pass over a micro-batch of `token_count` tokens
  * holds at most beside weights and gradients, packed weights and the scratch of a CPU
- * pool of `thread_count` threads included; never less than what is really held. */
+ * pool of `thread_count` threads included; never less than what is really held.
+ * recompute as in dcp_batch_t, NULL: nothing. */
 int64_t dcp_model_pass_bytes(const dcp_transformer1d_config_t *config,
-                             int64_t token_count, int32_t thread_count);
+                             int64_t token_count, const int32_t *recompute,
+                             int32_t thread_count);
 /* The same for a pool of one thread a core. */
 int64_t dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                                   int64_t token_count);
+                                   int64_t token_count, const int32_t *recompute);
 
 #ifdef __cplusplus
 }

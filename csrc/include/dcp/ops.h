@@ -61,6 +61,8 @@ typedef struct dcp_attention_args {
     int64_t q_stride, k_stride, v_stride, out_stride;
     const void *offsets;     /* [sequence_count + 1], int32 or int64 */
     const void *key_offsets; /* the same type, or NULL */
+    const void *key_ends;    /* the same type, or NULL. Else sequence s owns key rows
+                                key_offsets[s] .. key_ends[s] - 1, which may overlap */
     int32_t offsets_64;      /* offsets are int64 */
     int32_t causal;
     int64_t sequence_count;
@@ -79,7 +81,8 @@ typedef struct dcp_attention_backward_args {
     int64_t dout_stride;
     float *dq, *dk, *dv;
     int64_t dq_stride, dk_stride, dv_stride;
-    int64_t key_rows; /* Tk */
+    int64_t key_rows;   /* Tk */
+    int32_t accumulate; /* 1: dq, dk, dv are added to. key_ends must be NULL */
 } dcp_attention_backward_args_t;
 
 typedef enum dcp_norm_kind { DCP_NORM_RMS = 0, DCP_NORM_LAYER = 1 } dcp_norm_kind_t;
@@ -218,6 +221,14 @@ typedef struct dcp_add_args {
     float *out; /* may be a or b */
 } dcp_add_args_t;
 
+/* The same on rows that lie apart. */
+typedef struct dcp_row_add_args {
+    int64_t rows, width;
+    const float *a, *b; /* [rows, width]; b NULL: copy */
+    float *out;         /* may be a or b */
+    int64_t a_stride, b_stride, out_stride;
+} dcp_row_add_args_t;
+
 typedef struct dcp_zero_args {
     int64_t bytes;
     void *x;
@@ -263,6 +274,7 @@ typedef struct dcp_row_squares_args {
     X(dropout)            \
     X(column_sum)         \
     X(add)                \
+    X(row_add)            \
     X(zero)               \
     X(adamw)              \
     X(row_squares)

@@ -32,9 +32,13 @@ dcp_status_t dcp_pool_run(dcp_pool_t *pool, int64_t task_count, dcp_task_func_t 
                           void *context);
 
 /* Scratch of `worker`, at least `bytes`, 64-byte aligned, contents undefined; grows,
- * never shrinks, freed with the pool. Valid until the next call for the same worker. */
+ * and is freed by dcp_pool_trim or with the pool. Valid until the next call for the
+ * same worker. */
 dcp_status_t dcp_pool_scratch(dcp_pool_t *pool, int32_t worker, int64_t bytes,
                               void **scratch_p);
+/* Scratch of all workers together, and its release; not while a job runs. */
+int64_t dcp_pool_scratch_bytes(const dcp_pool_t *pool);
+void dcp_pool_trim(dcp_pool_t *pool);
 
 /* Cores this process may run on (affinity mask). */
 int32_t dcp_core_count(void);

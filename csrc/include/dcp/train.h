@@ -26,6 +26,13 @@ extern "C" {
 
 typedef struct dcp_sharded dcp_sharded_t;
 
+/* How the ranks of a group share attention (csrc/train/sequence.h). */
+typedef enum dcp_sequence_kind {
+    DCP_SEQUENCE_AUTO = 0,    /* by heads as far as they divide, the rest by rows */
+    DCP_SEQUENCE_ULYSSES = 1, /* by heads, evenly or not; some ranks may have none */
+    DCP_SEQUENCE_RING = 2,    /* by rows */
+} dcp_sequence_kind_t;
+
 typedef struct dcp_sharded_options {
     int64_t block_rows;    /* rows that stay on one rank, >= 1 */
     uint64_t seed;         /* of the initial weights */
@@ -39,6 +46,7 @@ typedef struct dcp_sharded_options {
     int32_t reduce_layer; /* 1: a group's gradients are summed over ranks as soon as its
                              backward pass ends, into shards; all ranks run equally many
                              micro-batches. 0: once a step, from full buffers */
+    dcp_sequence_kind_t sequence_kind;
 } dcp_sharded_options_t;
 
 /* What dcp_sharded_buffer returns. */
@@ -84,6 +92,8 @@ typedef struct dcp_step_result {
     double grad_norm; /* before clipping */
     int64_t wall_ns;  /* of the call on this rank */
     int32_t skipped;  /* nothing was changed */
+    /* Received of other ranks: weights to gather them, gradients to sum them. */
+    int64_t gathered_bytes, reduced_bytes;
 } dcp_step_result_t;
 
 /* Collective. Borrows comm, device and pool until destroyed. */
@@ -104,11 +114,13 @@ dcp_status_t dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *arg
 dcp_status_t dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                    int64_t *busy_ns, double *loss_p);
 
-/* Collective: forward only; *loss_p is the sum over ranks, in rank order. */
+/* Collective: forward only; *loss_p is the sum over ranks, in rank order. Ranks may
+ * bring different numbers of micro-batches in every mode. */
 dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                   double *loss_p);
 
-/* Logits of one batch on this rank alone; not collective. */
+/* Logits of one batch on this rank alone; not collective, but with options.no_windows
+ * all ranks call it together, each with a batch of its own, empty or not. */
 dcp_status_t dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch,
                                 float *logits);
 

@@ -182,7 +182,8 @@ typedef struct product {
     int64_t out_stride[2];
     float factor[2];
     int64_t row_count;
-    int first; /* sums hold nothing yet */
+    int first;      /* sums hold nothing yet */
+    int accumulate; /* out is added to */
 } product_t;
 
 /* Adds a product to MR rows of dv or dk, or, after the last block, writes them out. */
@@ -208,11 +209,15 @@ collect(const backward_t *b, int nv, int64_t d, const product_t *p, int which)
             UNROLL for (int v = 0; v < nv; v++)
             {
                 float *to = out + r * p->out_stride[which] + d + v * VF;
-                int64_t rest = b->dim - d - v * VF;
-                if (rest >= VF) {
-                    vf_store(to, c[r][v] * scale);
+                int64_t rest = min_i64(b->dim - d - v * VF, VF);
+                vf x = c[r][v] * scale;
+                if (p->accumulate) {
+                    x += vf_load_part(to, rest);
+                }
+                if (rest == VF) {
+                    vf_store(to, x);
                 } else {
-                    vf_store_part(to, c[r][v] * scale, rest);
+                    vf_store_part(to, x, rest);
                 }
             }
         }
@@ -288,6 +293,7 @@ pass_keys(const backward_t *b, int64_t key, int64_t key_count, float *gradients,
         .factor = {1.0f, fwd->scale},
         .row_count = key_count,
         .first = first,
+        .accumulate = view->accumulate,
     };
     if (last) {
         p.out[0] = view->dv + key * view->dv_stride;

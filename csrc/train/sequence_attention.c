@@ -1,0 +1,171 @@
+/* Attention over the rows of a group of ranks, forward, in place.
+ *
+ * Every rank computes its heads for all query rows of its slot. It gathers the keys and
+ * values of these heads from all ranks' arenas into its exchange part, in the order of
+ * the sequences; then a fragment of queries and all keys up to its last token are
+ * ordinary causal attention, aligned at the end. It reads q and writes out and lse
+ * where they lie: in the arenas of its slot's ranks, in the columns of its heads. So no
+ * partial result is ever merged, and out and lse do not depend on who computed them
+ * beyond the last bit.
+ *
+ * A layer needs a meeting before rows are read and one after they were written; a ring
+ * alone (u = 1) writes only its own rows, and needs no second one as long as nothing
+ * overwrites what slower ranks still read. */
+#include "sequence.h"
+
+sequence_shape_t
+sequence_pass_shape(const sequence_pass_t *pass)
+{
+    const dcp_transformer1d_config_t *config = pass->config;
+    int64_t heads = config->num_attention_heads, kv = config->num_key_value_heads;
+    return (sequence_shape_t){
+        .dim = config->head_dim,
+        .heads = heads,
+        .kv_heads = kv,
+        .qkv = (heads + 2 * kv) * config->head_dim,
+        .gathered = 2 * pass->heads.kv_count * config->head_dim,
+    };
+}
+
+int64_t
+sequence_place_of(const sequence_pass_t *pass, const float *pointer)
+{
+    const char *base = dcp_window_base(pass->window, pass->first_rank + pass->rank);
+    return (const char *)(const void *)pointer - base;
+}
+
+sequence_notice_t
+sequence_notice_of(const sequence_pass_t *pass, const dcp_attention_args_t *args)
+{
+    return (sequence_notice_t){
+        .q = sequence_place_of(pass, args->q),
+        .k = sequence_place_of(pass, args->k),
+        .v = sequence_place_of(pass, args->v),
+        .out = sequence_place_of(pass, args->out),
+        .lse = sequence_place_of(pass, args->lse),
+    };
+}
+
+int64_t
+sequence_pass_rows(const sequence_pass_t *pass, int32_t rank)
+{
+    return pass->cut.first_row[rank + 1] - pass->cut.first_row[rank];
+}
+
+/* Number of a fragment's first token in the micro-batch. */
+static int64_t
+token_of(const sequence_pass_t *pass, const sequence_fragment_t *fragment)
+{
+    return pass->whole->offsets[fragment->sequence] + fragment->begin;
+}
+
+static dcp_status_t
+gather_rows(sequence_pass_t *pass, dcp_queue_t *queue, int32_t rank, int64_t row,
+            int64_t token, int64_t count)
+{
+    sequence_shape_t shape = sequence_pass_shape(pass);
+    const sequence_notice_t *notice = sequence_pass_notice(pass, rank);
+    int64_t width = pass->heads.kv_count * shape.dim;
+    int64_t shift = row * shape.qkv + pass->heads.kv_head * shape.dim;
+    dcp_row_add_args_t copy = {
+        .rows = count,
+        .width = width,
+        .a = sequence_pass_place(pass, rank, notice->k) + shift,
+        .out = pass->exchange + token * shape.gathered,
+        .a_stride = shape.qkv,
+        .out_stride = shape.gathered,
+    };
+    DCP_TRY(pass->device->row_add(queue, &copy));
+    copy.a = sequence_pass_place(pass, rank, notice->v) + shift;
+    copy.out += width;
+    return pass->device->row_add(queue, &copy);
+}
+
+/* Keys and values that this slot's queries read, into the exchange part; fragments that
+ * follow each other at both places go together. */
+static dcp_status_t
+gather(sequence_pass_t *pass, dcp_queue_t *queue)
+{
+    const sequence_cut_t *cut = &pass->cut;
+    for (int32_t rank = 0; rank < cut->rank_count; rank++) {
+        int64_t row = 0, token = 0, count = 0;
+        for (int64_t i = cut->first_fragment[rank]; i < cut->first_fragment[rank + 1];
+             i++) {
+            const sequence_fragment_t *fragment = &cut->fragments[i];
+            if (!pass->wanted[i]) {
+                continue;
+            }
+            if (fragment->row != row + count
+                || token_of(pass, fragment) != token + count) {
+                DCP_TRY(gather_rows(pass, queue, rank, row, token, count));
+                row = fragment->row;
+                token = token_of(pass, fragment);
+                count = 0;
+            }
+            count += fragment->span[1];
+        }
+        DCP_TRY(gather_rows(pass, queue, rank, row, token, count));
+    }
+    return DCP_OK;
+}
+
+/* The arguments for one run of heads and the query rows of rank `rank`; keys and
+ * offsets are the caller's. */
+dcp_attention_args_t
+sequence_query_args(const sequence_pass_t *pass, const dcp_attention_args_t *own,
+                    int32_t rank, const sequence_run_t *run)
+{
+    const sequence_notice_t *notice = sequence_pass_notice(pass, rank);
+    int64_t shift = run->head * pass->config->head_dim;
+    dcp_attention_args_t args = *own;
+    args.q = sequence_pass_place(pass, rank, notice->q) + shift;
+    args.out = sequence_pass_place(pass, rank, notice->out) + shift;
+    args.lse = sequence_pass_place(pass, rank, notice->lse)
+               + run->head * sequence_pass_rows(pass, rank);
+    args.query_rows = sequence_pass_rows(pass, rank);
+    args.heads = run->head_count;
+    args.kv_heads = run->kv_count;
+    args.offsets_64 = 0;
+    return args;
+}
+
+static dcp_status_t
+attend(sequence_pass_t *pass, dcp_queue_t *queue, const dcp_attention_args_t *own,
+       int32_t rank, const sequence_run_t *run)
+{
+    sequence_shape_t shape = sequence_pass_shape(pass);
+    sequence_spans_t spans = sequence_pass_spans(pass, rank);
+    dcp_attention_args_t args = sequence_query_args(pass, own, rank, run);
+    args.k = pass->exchange + (run->kv_head - pass->heads.kv_head) * shape.dim;
+    args.v = args.k + pass->heads.kv_count * shape.dim;
+    args.k_stride = args.v_stride = shape.gathered;
+    args.offsets = spans.offsets;
+    args.key_offsets = spans.key_begins;
+    args.key_ends = spans.key_ends;
+    args.sequence_count =
+        pass->cut.first_fragment[rank + 1] - pass->cut.first_fragment[rank];
+    return pass->device->attention(queue, &args);
+}
+
+dcp_status_t
+sequence_forward(void *state, dcp_queue_t *queue, int64_t layer,
+                 const dcp_attention_args_t *args)
+{
+    (void)layer;
+    sequence_pass_t *pass = state;
+    const sequence_cut_t *cut = &pass->cut;
+    sequence_notice_t notice = sequence_notice_of(pass, args);
+    DCP_TRY(sequence_pass_meet(pass, queue, &notice));
+    if (pass->heads.run_count > 0) {
+        DCP_TRY(gather(pass, queue));
+    }
+    int32_t first = pass->rank / cut->ulysses * cut->ulysses;
+    for (int32_t rank = first; rank < first + cut->ulysses; rank++) {
+        for (int32_t i = 0;
+             i < pass->heads.run_count && sequence_pass_rows(pass, rank) > 0; i++) {
+            DCP_TRY(attend(pass, queue, args, rank, &pass->heads.runs[i]));
+        }
+    }
+    return cut->ulysses == 1 && pass->keeps_qkv ? DCP_OK
+                                                : sequence_pass_wait(pass, queue);
+}
