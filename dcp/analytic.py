@@ -500,6 +500,7 @@ def host_group_token_bytes(shape: Shape) -> float:
     """Bytes that each rank of a group holds for every token of the group, whoever computes it.
 
     Ring attention reads the peers' keys and values in place; each rank then holds its own partial
-    gradients of one layer's keys and values for all of the group's tokens, in fp32.
+    gradients of one layer's keys and values for all of the group's tokens, in fp32. The table of
+    rotary angles has a row for each position of the longest sequence.
     """
-    return 2.0 * shape.key_width * 4
+    return (2.0 * shape.key_width + shape.head_dim) * 4

@@ -34,14 +34,17 @@ class MicroBatch(NamedTuple):
     weights: None
     row_ids: np.ndarray
     recompute: tuple[int, int]
+    group: tuple[int, int]
 
 
-def micro_batch(lengths: list[int], recompute: dict[str, int]) -> MicroBatch:
+def micro_batch(
+    lengths: list[int], recompute: dict[str, int], group: tuple[int, int]
+) -> MicroBatch:
     count = sum(lengths)
     tokens = (np.arange(count) * 7 % CONFIG.vocab_size).astype(np.int32)
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
     counts = (recompute.get("layer", 0), recompute.get("mlp", 0))
-    return MicroBatch(tokens, offsets, tokens, None, np.arange(count), counts)
+    return MicroBatch(tokens, offsets, tokens, None, np.arange(count), counts, group)
 
 
 Work = list[tuple[list[int], dict[str, int]]]  # lengths and what is recomputed, in order
@@ -56,7 +59,7 @@ def train_under(world: Any, works: list[Work], share: float) -> dict[str, int] |
         default=cost.memory([], world_size=world.size),
     )
     _dcp.set_memory_cap(int(estimate * share))
-    batches = [micro_batch(*part) for part in work]
+    batches = [micro_batch(*part, (world.rank, 1)) for part in work]
     try:
         with dcp.fully_shard(CONFIG, world, seed=1) as model:
             for step in range(2):
@@ -107,6 +110,61 @@ def test_a_cap_that_is_too_low_is_an_error_on_all_ranks() -> None:
     work: Work = [([3000], {"layer": 3})]
     for result in dcp.launch(train_under, 2, ([work, []], 0.75)):
         assert isinstance(result, str) and "memory cap" in result
+
+
+def train_plans(world: Any, plans: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """A step of each plan under its own cap: what this rank held at most, and the estimates."""
+    seen = []
+    with dcp.fully_shard(CONFIG, world, seed=1) as model:
+        for step, document in enumerate(plans):
+            plan = dcp.Plan.from_json(document)
+            batches = [
+                micro_batch(
+                    plan.lengths[list(m.sequences)].tolist(),
+                    m.recompute,
+                    (m.ranks[0], len(m.ranks)),
+                )
+                for m in plan.for_rank(world.rank)
+            ]
+            assert plan.memory_bytes is not None
+            _dcp.set_memory_cap(plan.memory_bytes)
+            model.step(
+                batches, scale=1e-3, trainable=1000, lr=1e-3, step=step,
+                optimizer=dcp.optim.AdamW(), groups=plan.groups,
+            )  # fmt: skip
+            estimate = max((m.bytes for m in plan.for_rank(world.rank)), default=0)
+            seen.append({"estimate": estimate, "cap": plan.memory_bytes, **model.memory()})
+    return seen
+
+
+def plans_under_a_cap(ranks: int, threads: int) -> list[dict[str, Any]]:
+    """Plans that recompute and share micro-batches, since the cap leaves little."""
+    cost = dcp.CostModel.for_model(CONFIG, threads=threads)
+    rng = np.random.default_rng(ranks)
+    cap = int(1.15 * cost.memory([2500], ranks, "full", world_size=ranks))
+    plans = []
+    for strategy in ("dcp", "fixed-best", "dcp", "inter"):
+        lengths = np.append(rng.integers(1, 700, 12), [2500, int(rng.integers(1500, 2500))])
+        made = dcp.plan(
+            lengths, cost, world_size=ranks, memory_bytes=cap, strategy=strategy
+        ).verify()
+        plans.append(made.to_json())
+    made_all = [dcp.Plan.from_json(p) for p in plans]
+    assert any(m.recompute for p in made_all for m in p.micro_batches)
+    assert any(p.groups for p in made_all)
+    return plans
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_planned_groups_stay_under_cap_and_estimate(ranks: int) -> None:
+    """Real plans under a cap that forces groups and recompute; the cap is the core's as well."""
+    plans = plans_under_a_cap(ranks, max(1, _dcp.cpu_info()["cores"] // ranks))
+    for seen in dcp.launch(train_plans, ranks, (plans,)):
+        most = 0
+        for step in seen:
+            most = max(most, step["estimate"])
+            assert step["peak"] <= step["cap"]
+            assert step["peak"] <= most or step["estimate"] == 0
 
 
 @settings(max_examples=50, deadline=None)
