@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp import _dcp, checkpoint
+from dcp import _dcp, checkpoint, config
+from dcp.cli.train import planned_for
 from dcp.reduction import choose_reduce
 from dcp.sharded import ShardedModel
 
@@ -514,3 +515,23 @@ def test_groups_inside_rounds(world, seed):
         for with_windows, without in ((0, 2), (1, 3)):
             for name, x in results[with_windows][2].items():
                 assert x.tobytes() == results[without][2][name].tobytes(), name
+
+
+def test_training_settles_when_gradients_are_reduced(tmp_path):
+    """plan.reduce = "auto": without a cap once a step; layer by layer where only that fits."""
+    (tmp_path / "text.txt").write_text("some words of a short document. " * 40)
+    documents = dcp.data.TextFiles(tmp_path, max_length=256)
+
+    def settled(**options):
+        given = {"ranks": 4, "tokens_per_step": 512, "data.max_length": 256} | options
+        cost, reduce = planned_for(config.load(options=given), documents)
+        return cost.memory([256], 1, "full", world_size=4), reduce
+
+    at_least = {reduce: settled(**{"plan.reduce": reduce})[0] for reduce in ("step", "layer")}
+    between = f"{(at_least['step'] + at_least['layer']) // 2}"
+    assert at_least["layer"] < at_least["step"]
+    assert settled()[1] == "step"
+    assert settled(memory="2GB")[1] == "step"
+    assert settled(memory=between, strategy="fixed", **{"plan.recompute": "full"})[1] == "layer"
+    assert settled(memory="1MB")[1] == "layer", "the loader says that it fits nowhere"
+    assert settled(memory=between, **{"plan.reduce": "step"})[1] == "step"
