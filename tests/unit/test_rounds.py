@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 import dcp
 from dcp import checkpoint, config
 from dcp.cli.train import planned_for
+from dcp.loader import in_rounds, setting_of
+from dcp.planning import strategies
 from dcp.reduction import choose_reduce
 from dcp.sharded import ShardedModel
 
@@ -534,3 +536,57 @@ def test_training_settles_when_gradients_are_reduced(tmp_path):
     assert settled(memory=between, strategy="fixed", **{"plan.recompute": "full"})[1] == "layer"
     assert settled(memory="1MB")[1] == "layer", "the loader says that it fits nowhere"
     assert settled(memory=between, **{"plan.reduce": "step"})[1] == "step"
+
+
+def planned_case(seed: int, world: int, strategy: str):
+    """Random sequences and the planner's rounds for them, under a cap that binds where it can."""
+    case = test_sequence.random_case(seed, world, recompute=(0, 0))
+    cost = dcp.CostModel.for_model(case.config, threads=1)
+    lengths = [len(sequence) for sequence in case.sequences]
+    least = cost.memory([], 1, world_size=world)
+    whole = cost.memory([max(lengths)], 1, world_size=world)
+    options = {"world_size": world, "rounds": True, "strategy": strategy, "max_tokens": 96}
+    try:
+        cap = least + (whole - least) * 7 // 10
+        return case, dcp.plan(lengths, cost, memory_bytes=cap, **options)
+    except dcp.InfeasibleError:
+        return case, dcp.plan(lengths, cost, **options | {"max_tokens": None})
+
+
+def planned_gradients(world, cases):
+    out = []
+    for case, plan in cases:
+        batches = []
+        for planned in in_rounds(plan, world.rank):
+            chosen = [] if planned is None else list(planned.sequences)
+            batch = case.micro_batch(0, 1, chosen)
+            batches.append(batch._replace(**setting_of(planned, world.rank)))
+        results = []
+        for windows, reduce in MODES[1:]:
+            with ShardedModel(case.config, world, seed=3, windows=windows, reduce=reduce) as model:
+                tensors = {name: np.array(x) for name, x in model.parameters().items()}
+                loss, grads = model.loss_and_gradients(
+                    batches, scale=case.scale, groups=plan.groups
+                )
+            results.append((loss, grads if world.rank == 0 else None))
+        out.append((tensors if world.rank == 0 else None, results))
+    return out
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=1, deadline=None)
+def test_rounds_of_every_strategy(world, seed):
+    """Promise 1 from the planner's rounds on: groups, recompute and empty micro-batches."""
+    names = [name for name in strategies() if name != "fixed"]
+    cases = [planned_case(seed + i, world, name) for i, name in enumerate(names)]
+    ranks = dcp.launch(planned_gradients, world, (cases,))
+    for i, (case, _) in enumerate(cases):
+        tensors, results = ranks[0][i]
+        whole = case.micro_batch(0, 1, list(range(len(case.sequences))))
+        judge_loss, judge = Reference(case.config, tensors).loss_and_gradients(
+            whole.tokens, whole.offsets, whole.labels, weights=whole.weights, scale=case.scale
+        )
+        for loss, grads in results:
+            assert abs(loss - judge_loss) <= 1e-6 * max(abs(judge_loss), 1e-3), names[i]
+            assert worst_error(grads, judge) <= 1e-5, names[i]
