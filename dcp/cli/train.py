@@ -255,21 +255,55 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
 def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
     """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
     import dcp
-    from dcp.analytic import host_fixed_fields
+    from dcp.analytic import device_named, host_fixed_fields
+    from dcp.reduction import choose_reduce
 
     config, plan = settings.transformer(), settings.plan
 
     def cost(reduce: str) -> Any:
         if plan.cost is None:
             threads = thread_count(settings.ranks)
-            return dcp.CostModel.for_model(config, reduce=reduce, threads=threads)
+            return dcp.CostModel.for_model(
+                config, reduce=reduce, windows=plan.windows, threads=threads
+            )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
-        return dataclasses.replace(measured, **host_fixed_fields(config, reduce))
+        return dataclasses.replace(measured, **host_fixed_fields(config, reduce, plan.windows))
 
-    if plan.reduce != "auto":
-        return cost(plan.reduce), plan.reduce
-    return cost("step"), "step"
+    reduce = plan.reduce
+    if reduce == "auto" and settings.memory is None:
+        reduce = "step"  # never moves more bytes
+    elif reduce == "auto":
+        moved = 4 * config.parameter_count() * (settings.ranks - 1) / settings.ranks
+        once_s = moved / device_named("cpu").bytes_per_s
+        options = {"strategy": settings.strategy, "seed": settings.seed, **plan_options(plan)}
+        try:
+            reduce = choose_reduce(
+                _sampled_lengths(settings, documents),
+                cost("step"),
+                cost("layer"),
+                world_size=settings.ranks,
+                memory_bytes=settings.memory,
+                tokens_per_step=settings.tokens_per_step,
+                windows=plan.windows,
+                step_s=once_s,
+                layer_s=once_s,
+                longest=int(documents.lengths.max()),
+                **options,
+            )
+        except dcp.InfeasibleError:
+            reduce = "layer"  # the loader names the document
+    return cost(reduce), reduce
+
+
+def _sampled_lengths(settings: Any, documents: Any) -> Any:
+    """Lengths of about four steps, drawn by the seed, and the longest of all."""
+    import numpy as np
+
+    lengths = documents.lengths
+    drawn = lengths[np.random.default_rng(settings.seed).permutation(len(lengths))]
+    count = int(np.searchsorted(np.cumsum(drawn), 4 * settings.tokens_per_step, side="right"))
+    return np.append(drawn[:count], lengths.max())
 
 
 def make_loader(job: Job, world: Any) -> Any:
