@@ -487,7 +487,8 @@ def host_fixed_fields(config: Transformer1D, reduce: str) -> dict[str, Any]:
 def host_group_token_bytes(shape: Shape) -> float:
     """Bytes that each rank of a group holds for every token of the group, whoever computes it.
 
-    Ring attention reads the peers' keys and values in place; each rank then holds its own partial
-    gradients of one layer's keys and values for all of the group's tokens, in fp32.
+    Its copy of one layer's keys and values, then its partial gradients of them, in fp32; a row of
+    rotary angles, since positions run over the whole sequence; at most 72 bytes of tables that say
+    which rank holds which rows, and of this rank's part of the batch.
     """
-    return 2.0 * shape.key_width * 4
+    return 2.0 * shape.key_width * 4 + shape.head_dim * 4 + 72.0
