@@ -40,13 +40,14 @@ _HOME = {
     "Layout": "dcp.layout",
     "fully_shard": "dcp.sharded",
     "ShardedModel": "dcp.sharded",
-    "CostModel": "dcp.planning",
+    "CostModel": "dcp.cost",
+    "profile": "dcp.profiling",
     "Plan": "dcp.planning",
     "plan": "dcp.planning",
     "Loader": "dcp.loader",
     "Trainer": "dcp.trainer",
 }
-_MODULES = {"data", "ops", "optim", "simulate"}
+_MODULES = {"buckets", "data", "ops", "optim", "simulate"}
 
 __all__ = ["__version__", *sorted(_HOME), *sorted(_MODULES)]
 

@@ -207,6 +207,7 @@ class Sharded:
         frozen: NDArray[np.uint8] | None = None,
         no_windows: bool = False,
         reduce_layer: bool = False,
+        sequence_parallel: int = 0,
     ) -> None: ...
     def step(
         self,

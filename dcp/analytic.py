@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICES", "Device", "Shape", "config_named", "device_named"]
 
+_RUNTIME_BYTES = 4.5 * 2**20  # four arenas of 1 MiB for collectives, and tables
+_PADDED = 1.002  # of a buffer over its tensors, measured 1.0005 and less
 FLOP_RATES = ("matmul_flops_per_s", "attention_flops_per_s", "attention_backward_flops_per_s")
 _PAIRS = ("collective_s", "hop_s", "exchange_bytes_per_s", "ring_bytes_per_s")
 _COUNTS = ("forward_kernels", "node_ranks", "element_bytes", "logit_chunk_tokens")
@@ -472,16 +474,26 @@ def gpu_fields(shape: Shape, device: Device) -> dict[str, Any]:
     return fields | memory
 
 
-def host_fixed_fields(config: Transformer1D, reduce: str) -> dict[str, Any]:
-    """fp32 weights, gradients and AdamW's moments of dcp's own runtime, in bytes."""
+def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) -> dict[str, Any]:
+    """fp32 weights, gradients and AdamW's moments of dcp's own runtime, in bytes.
+
+    Beside shards a rank holds whole gradients, or whole groups of them, and without windows a whole
+    group of weights; a tied embedding has a place of its own, since the head uses it too. Then
+    there are a rank's share of the world's staging memory, the tables of buffers and layouts, and
+    the padding of buffers, so that rank borders cut no block.
+    """
     if reduce not in ("step", "layer"):
         raise ArgumentError(f"reduce = {reduce!r} must be 'step' or 'layer'")
     count = config.parameter_count()
-    if reduce == "step":
-        return {"fixed_bytes": 4.0 * count, "sharded_bytes": 12.0 * count}
     sizes = {name: math.prod(shape) for name, shape in config.tensors()}
-    largest = max(sum(sizes[name] for name in names) for _, names in config.groups())
-    return {"fixed_bytes": 8.0 * largest, "sharded_bytes": 16.0 * count}
+    groups = [sum(sizes[name] for name in names) for _, names in config.groups()]
+    embedding = groups.pop(0) if config.tie_word_embeddings else 0
+    gathered = 0 if windows else max(groups) + embedding
+    whole = count if reduce == "step" else (2 if windows else 1) * max(groups) + embedding
+    return {
+        "fixed_bytes": 4.0 * _PADDED * (whole + gathered) + _RUNTIME_BYTES,
+        "sharded_bytes": (12.0 if reduce == "step" else 16.0) * _PADDED * count,
+    }
 
 
 def host_group_token_bytes(shape: Shape) -> float:

@@ -49,11 +49,13 @@ DEFAULT_LR = 3e-4  # where a preset names none
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Documents: where they are and what happens to long ones."""
+    """Documents: where they are, how they become tokens, what happens to long ones."""
 
     source: str = "stdlib"
     max_length: int = 4096
     long: str = "split"
+    tokenizer: str | None = None
+    eos: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,6 +506,7 @@ def _check(settings: Settings) -> None:
         ("seed", settings.seed, 0),
         ("tokens_per_step", settings.tokens_per_step, 1),
         ("data.max_length", settings.data.max_length, 2),
+        ("data.eos", settings.data.eos, 0),
         ("train.eval_every", settings.train.eval_every, 1),
         ("train.eval_tokens", settings.train.eval_tokens, 1),
         ("checkpoint.save_every", settings.checkpoint.save_every, 1),
@@ -540,11 +543,9 @@ def _check(settings: Settings) -> None:
 def _check_plan(settings: Settings) -> None:
     """The one setting of "fixed" belongs to it alone, and must divide the world and the model."""
     plan, ranks = settings.plan, settings.ranks
-    for name, works in (("windows", True), ("refit", False), ("sequence_parallel", "auto")):
+    for name, works in (("refit", False), ("sequence_parallel", "auto")):
         if getattr(plan, name) != works:
             raise UnsupportedError(f"plan.{name} = {getattr(plan, name)!r}: not in this version")
-    if plan.reduce == "layer":
-        raise UnsupportedError("plan.reduce = 'layer': not in this version")
     if settings.strategy != "fixed":
         for name in ("sp", "recompute"):
             if getattr(plan, name) is not None:

@@ -301,6 +301,7 @@ class CostModel:
         activation_bytes: Callable[[int, tuple[int, int]], int] | None = None,
         threads: int | None = None,
         reduce: str = "step",
+        windows: bool = True,
     ) -> CostModel:
         """Reckon the cost of training a model with dcp's own runtime on the CPU.
 
@@ -327,6 +328,9 @@ class CostModel:
             "step": each rank holds a whole buffer of fp32 gradients and reduces it once a step.
             "layer": gradients are cut over the ranks, and two buffers of the largest group of
             tensors are whole.
+        windows : bool
+            Whether ranks read weights in place; else each holds one whole group of them. The
+            bytes of packed weights are those with windows, more than without.
 
         Returns
         -------
@@ -361,7 +365,7 @@ class CostModel:
         return cls(
             **analytic.time_fields(shape, chosen),
             **analytic.group_fields(shape, chosen),
-            **analytic.host_fixed_fields(config, reduce),
+            **analytic.host_fixed_fields(config, reduce, windows),
             **fitting.fit_memory(
                 activation_bytes or held,
                 shape.layers,

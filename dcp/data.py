@@ -21,15 +21,24 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dcp._dcp import ArgumentError, DTypeError, FileError
+from dcp._dcp import ArgumentError, DTypeError, FileError, UnsupportedError
 from dcp.cost import whole
 
-__all__ = ["Documents", "Packed", "Stats", "TextFiles", "TokenFiles", "offsets_from_positions"]
+__all__ = [
+    "Documents",
+    "Packed",
+    "Stats",
+    "TextFiles",
+    "TokenFiles",
+    "offsets_from_positions",
+    "token_files",
+]
 
 IGNORED = -100  # label of a position that is not trained on
 Long = Literal["split", "drop", "error"]
 IntArray = NDArray[np.signedinteger[Any]] | NDArray[np.unsignedinteger[Any]]
 
+_ENCODE = 1 << 22  # bytes of text given to a tokenizer at once
 _SCAN = 1 << 22  # tokens looked at together when a file's range is taken
 _INT32_MAX = (1 << 31) - 1
 
@@ -330,7 +339,7 @@ def _narrow(run: IntArray) -> bytes:
 
 
 class TextFiles(Documents):
-    """Text files, a byte a token: ids 0 to 255.
+    """Text files, a byte a token: ids 0 to 255; or the tokens of a tokenizer.
 
     Parameters
     ----------
@@ -345,11 +354,17 @@ class TextFiles(Documents):
     long : {"split", "drop", "error"}
         What to do with longer documents: cut into pieces of `max_length`, leave out, or raise. How
         many there were is in `stats`.
+    tokenizer : str or Path, optional
+        A `tokenizer.json` of the tokenizers library, which must be installed. Each document is
+        encoded alone, without special tokens, truncation or padding; bytes that are no UTF-8
+        become U+FFFD.
 
     Raises
     ------
     dcp.FileError
-        The path does not exist or cannot be read, or holds no text; names it.
+        The path does not exist or cannot be read, or holds no text; names it. So for `tokenizer`.
+    dcp.UnsupportedError
+        `tokenizer` is given, and the tokenizers library is not installed.
 
     Examples
     --------
@@ -359,7 +374,15 @@ class TextFiles(Documents):
     (1024, 256, True)
     """
 
-    def __init__(self, path: str | Path, *, max_length: int = 4096, long: Long = "split") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_length: int = 4096,
+        long: Long = "split",
+        tokenizer: str | Path | None = None,
+    ) -> None:
+        encode = None if tokenizer is None else _Tokenizer(Path(tokenizer))
         runs: list[bytes] = []
         lengths: list[int] = []
         self._files: list[Path] = []
@@ -372,7 +395,10 @@ class TextFiles(Documents):
             runs.append(content)
             lengths.extend(_definitions(content) if cut else [len(content)])
         self._firsts = np.array(firsts, np.int64)
-        store = np.frombuffer(b"".join(runs), np.uint8)
+        content = b"".join(runs)
+        store: IntArray = np.frombuffer(content, np.uint8)
+        if encode is not None:
+            store, lengths = encode(content, lengths)
         length = np.array(lengths, np.int64)
         super().__init__(
             [store],
@@ -382,6 +408,7 @@ class TextFiles(Documents):
             max_length=max_length,
             long=long,
             name=str(path),
+            vocab_size=256 if encode is None else encode.vocab_size,
         )
 
     def _describe(self, document: int) -> str:
@@ -389,6 +416,43 @@ class TextFiles(Documents):
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
         place = f", document {number - int(self._firsts[file])}" if self.name == "stdlib" else ""
         return f"{self._files[file]}{place}"
+
+
+class _Tokenizer:
+    """A `tokenizer.json`, applied to documents that lie one after the other."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UnsupportedError(
+                f"tokenizer = {str(file)!r} needs the tokenizers library: pip install tokenizers "
+                "(or dcp[text])"
+            ) from error
+        content = _read(file)
+        try:
+            self._made = Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises Exception itself
+            raise FileError(f"{file} cannot be read as a tokenizer.json: {error}") from error
+        self._made.no_truncation()
+        self._made.no_padding()
+        self.vocab_size = int(self._made.get_vocab_size(with_added_tokens=True))
+
+    def __call__(self, content: bytes, lengths: list[int]) -> tuple[IntArray, list[int]]:
+        """(tokens of all documents, tokens of each) from their bytes."""
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+        runs, counts = [np.zeros(0, dtype)], []
+        texts: list[str] = []
+        start = waiting = 0
+        for number, length in enumerate(lengths):
+            texts.append(content[start : start + length].decode("utf-8", errors="replace"))
+            start, waiting = start + length, waiting + length
+            if waiting >= _ENCODE or number + 1 == len(lengths):  # so much text at once
+                for found in self._made.encode_batch(texts, add_special_tokens=False):
+                    runs.append(np.array(found.ids, dtype))
+                    counts.append(len(found.ids))
+                texts, waiting = [], 0
+        return np.concatenate(runs), counts
 
 
 def _read(file: Path) -> bytes:
@@ -508,6 +572,36 @@ class Packed(Documents):
             name=name,
             vocab_size=vocab,
         )
+
+
+def token_files(path: str | Path) -> list[Path]:
+    """The `.npy` files of tokens that a path names: itself, or those of a folder and below.
+
+    Files of offsets and labels beside them do not count. In sorted order; none where the path is
+    something else.
+
+    Raises
+    ------
+    dcp.FileError
+        A folder holds other files too; names one.
+
+    Examples
+    --------
+    >>> from dcp import data
+    >>> [str(file) for file in data.token_files("tokens.npy")], data.token_files("stdlib")
+    (['tokens.npy'], [])
+    """
+    given = Path(path)
+    if given.suffix == ".npy":
+        return [given]
+    if not given.is_dir():
+        return []
+    files = list(_text_files(given))
+    arrays = [file for file in files if file.suffix == ".npy"]
+    if arrays and len(arrays) < len(files):
+        other = next(file for file in files if file.suffix != ".npy")
+        raise FileError(f"{path}: holds .npy files of tokens and others, for example {other.name}")
+    return [f for f in arrays if not f.name.endswith((".offsets.npy", ".labels.npy"))]
 
 
 class TokenFiles(Documents):

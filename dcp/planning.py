@@ -81,7 +81,7 @@ class MicroBatchPlan:
 class PlanOptions:
     """What a plan depends on beside lengths, cost model and world; see `plan`."""
 
-    strategy: str = "packed"
+    strategy: str = "dcp"
     seed: int = 0
     memory_bytes: int | None = None
     max_tokens: int | None = None
@@ -457,7 +457,7 @@ def plan(
     *,
     world_size: int,
     memory_bytes: int | None = None,
-    strategy: str = "packed",
+    strategy: str = "dcp",
     seed: int = 0,
     tokens_per_step: int | None = None,
     max_tokens: int | None = None,

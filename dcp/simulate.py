@@ -33,12 +33,15 @@ __all__ = [
     "PAPER",
     "PUBLISHED_INTER",
     "PUBLISHED_INTRA",
+    "Agreement",
     "Distribution",
     "Simulation",
     "Span",
     "TimeLine",
+    "against_measured",
     "distribution",
     "every_strategy",
+    "recompute_seconds",
     "sequences",
     "step",
     "training",
@@ -385,6 +388,8 @@ def training(
     once_s: float = 0.0,
     max_tokens: int | None = None,
     max_group: int | None = None,
+    fixed_group: int = 1,
+    fixed_recompute: str | Mapping[str, int] = "none",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Simulation:
     """Compare strategies on a cluster: same planner, same sequences, same tokens a step.
@@ -414,7 +419,7 @@ def training(
     once_s : float
         What every step costs beside its micro-batches (reduction, optimizer), the same for every
         plan; it is added to `step_s`.
-    max_tokens, max_group
+    max_tokens, max_group, fixed_group, fixed_recompute
         As in `dcp.plan`.
     on_progress : callable, optional
         Called with (steps planned, steps in all).
@@ -451,10 +456,14 @@ def training(
             "rounds": bool(rounds),
             "max_tokens": max_tokens,
             "max_group": max_group,
+            "fixed_group": fixed_group,
+            "fixed_recompute": fixed_recompute,
         },
         run_options={"jitter": float(jitter), "stragglers": stragglers},
         once_s=float(once_s),
     )
+    if tokens_per_step is not None:
+        whole("tokens_per_step", tokens_per_step, 1)
     if not math.isfinite(job.once_s) or job.once_s < 0:
         raise ArgumentError(f"once_s = {once_s!r} must be finite and >= 0")
     for count in job.devices:
@@ -670,6 +679,86 @@ def _figures(
         sum(s.token_ranks for s in steps) / tokens if tokens else 0.0,
     )
     return {**dict(zip(_FIGURES, values, strict=True)), "message": None}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well a cost model foresaw measured steps; made by `against_measured`.
+
+    Attributes
+    ----------
+    scale : float
+        By which all predictions were multiplied, from the steps that were fitted; else 1.
+    predicted_s, measured_s : tuple of float
+        Time of the longest rank of each step that was not fitted, scaled.
+    errors : tuple of float
+        predicted / measured - 1.
+    """
+
+    scale: float
+    predicted_s: tuple[float, ...]
+    measured_s: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @property
+    def median_error(self) -> float:
+        """Median of the errors' sizes."""
+        return float(np.median(np.abs(self.errors)))
+
+
+def against_measured(
+    plans: Sequence[Plan], busy_s: Sequence[Sequence[float]], *, fit_steps: int = 0
+) -> Agreement:
+    """Compare plans with what their steps took.
+
+    Parameters
+    ----------
+    plans : sequence of dcp.Plan
+    busy_s : sequence of sequence of float
+        Of each step, the time that each rank computed: `dcp.sharded.StepResult.busy_s`.
+    fit_steps : int
+        The first so many steps only set one factor for all predictions (the median of measured over
+        predicted), for a cost model whose ratios are meant and whose seconds are not; 0: none.
+
+    Returns
+    -------
+    Agreement
+        Of the steps after these.
+
+    Raises
+    ------
+    dcp.ArgumentError
+        Not one list of times a plan, or no step is left to judge by.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> cost = dcp.CostModel(token_s=1.0)
+    >>> plans = [dcp.plan(lengths, cost, world_size=2) for lengths in ([4, 2], [3, 5], [6, 1])]
+    >>> found = dcp.simulate.against_measured(
+    ...     plans, [(8.0, 4.0), (6.0, 10.0), (15.0, 2.0)], fit_steps=2)
+    >>> found.scale, found.errors
+    (2.0, (-0.2,))
+    """
+    fitted = whole("fit_steps", fit_steps, 0)
+    if len(plans) != len(busy_s) or len(plans) <= fitted:
+        raise ArgumentError(
+            f"{len(plans)} plans, times of {len(busy_s)} steps, {fitted} to fit: one list of times "
+            "a plan is needed, and a step that is not fitted"
+        )
+    predicted = [plan.makespan for plan in plans]
+    measured = [max(float(b) for b in busy) for busy in busy_s]
+    ratios = [m / p for m, p in zip(measured[:fitted], predicted[:fitted], strict=True)]
+    scale = float(np.median(ratios)) if ratios else 1.0
+    rest = [
+        (scale * p, m) for p, m in zip(predicted[fitted:], measured[fitted:], strict=True) if m > 0
+    ]
+    return Agreement(
+        scale=scale,
+        predicted_s=tuple(p for p, _ in rest),
+        measured_s=tuple(m for _, m in rest),
+        errors=tuple(p / m - 1 for p, m in rest),
+    )
 
 
 def _sums_of(plan: Plan, values: NDArray[np.float64]) -> NDArray[np.float64]:

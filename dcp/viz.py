@@ -164,7 +164,7 @@ def plan_picture(plan: Any, *, ax: Any = None, title: str | None = None) -> Any:
     picture = _Picture.of(plan)
     height = 1.5 + min(7.5, max(0.9, 0.26 * picture.world))
     axes, plt = _axes(ax, size=(9.5, height))
-    unit, scale = ("seconds", 1.0) if picture.end_s >= 10 else ("milliseconds", 1e3)
+    unit, scale = ("seconds", 1.0) if picture.end_s >= 2 else ("milliseconds", 1e3)
     end = picture.end_s * scale
     world = picture.world
     colours, norm = plt.get_cmap("viridis"), picture.norm()
@@ -188,6 +188,7 @@ def plan_picture(plan: Any, *, ax: Any = None, title: str | None = None) -> Any:
                 fontsize=7.5,
                 color="white" if dark else "black",
                 zorder=4,
+                clip_on=True,
                 bbox={"facecolor": fill, "edgecolor": "none", "pad": 0.8}
                 if bar.recompute
                 else None,
@@ -216,7 +217,8 @@ def _hatch(plt: Any, box: Any, kind: int, colour: Any) -> Any:
 def _dress_plan(axes: Any, plt: Any, picture: _Picture, end: float, unit: str, title: Any) -> None:
     """Axes, title, and the bar of colours of a plan's picture."""
     world = picture.world
-    axes.set_xlim(0, max(end * 1.004, 1e-12))
+    others = axes.get_shared_x_axes().get_siblings(axes)
+    axes.set_xlim(0, max(end * 1.004, 1e-12, *(a.dataLim.x1 for a in others if a is not axes)))
     axes.set_ylim(world - 0.5, -0.5)
     every = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if world / n <= 33)
     axes.set_yticks(range(0, world, every), [f"rank {rank}" for rank in range(0, world, every)])
@@ -287,6 +289,7 @@ class _Picture:
     kind: str  # "estimate" or "simulated"
     lengths: int
     tokens: int
+    span: tuple[int, int]  # a short length and the longest
     node_ranks: int = 0
     bound_s: float | None = None
     strategy: str = ""
@@ -321,14 +324,16 @@ class _Picture:
             kind="estimate" if line is None else "simulated",
             lengths=len(lengths),
             tokens=sum(lengths),
+            span=(sorted(lengths)[len(lengths) // 10], max(lengths)) if lengths else (1, 2),
             node_ranks=document.get("cost", {}).get("node_ranks", 0),
             bound_s=bound if bound and bound < end_s else None,
             strategy=document.get("strategy", ""),
         )
 
     def _range(self) -> tuple[float, float]:
-        found = [bar.longest for bar in self.bars]
-        low, high = min(found, default=1), max(found, default=2)
+        """Lengths of the darkest and the brightest colour: of the step, so that all plans of one
+        step share them, without its shortest tenth, which would take half of the colours."""
+        low, high = self.span
         return float(max(1, low)), float(max(high, low + 1, 2))
 
     def shade(self, length: int) -> float:
@@ -339,7 +344,7 @@ class _Picture:
     def norm(self) -> Any:
         from matplotlib.colors import LogNorm
 
-        return LogNorm(*self._range())
+        return LogNorm(*self._range(), clip=True)
 
     def ticks(self, count: int) -> list[int]:
         """Lengths from the least to the greatest, evenly by their logarithm."""
@@ -557,7 +562,7 @@ def speedup_picture(
         _, grid = plt.subplots(
             1,
             len(counts),
-            figsize=(2.6 + 4.4 * len(counts), 4.0),
+            figsize=(2.0 + 4.2 * len(counts), 4.2),
             sharey=True,
             layout="constrained",
             squeeze=False,
@@ -572,9 +577,14 @@ def speedup_picture(
         if published:
             _mark_published(panel, last=panel is panels[-1])
     panels[0].set_ylabel(f"times {over}")
-    panels[-1].legend(
-        frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), title=None
-    )
+    handles, labels = panels[0].get_legend_handles_labels()
+    style = {"frameon": False, "fontsize": 8.5}
+    if ax is None:  # below all panels
+        columns = min(len(labels), 4 * len(panels))
+        where = "outside lower center"
+        panels[0].figure.legend(handles, labels, loc=where, ncols=columns, **style)
+    else:
+        ax.legend(handles, labels, **style)
     return panels if len(panels) > 1 else panels[0]
 
 
@@ -585,6 +595,20 @@ def _slowest_first(table: Mapping[tuple[str, int, str], float], over: str) -> li
         if strategy != over and (base := table.get((name, devices, over))):
             gains.setdefault(strategy, []).append(base / seconds)
     return sorted(gains, key=lambda s: (sum(gains[s]) / len(gains[s]), s == "dcp"))
+
+
+_OURS = "#17496b"
+_OTHERS = (
+    "#d9d9d9",
+    "#e8b48f",
+    "#f0d58c",
+    "#b8d8a7",
+    "#9fd0c9",
+    "#a9c4e4",
+    "#c3b3dc",
+    "#e2b3c6",
+    "#b5a995",
+)
 
 
 def _bars(
@@ -604,17 +628,16 @@ def _bars(
                 places.append(x - 0.42 + (i + 0.5) * width)
                 heights.append(base / seconds)
         mine = strategy == "dcp"
-        shade = 0.82 - 0.42 * i / max(1, len(names) - 1)
         drawn = panel.bar(
             places,
             heights,
             width=0.9 * width,
-            color="#1f6f8b" if mine else str(shade),
+            color=_OURS if mine else _OTHERS[i % len(_OTHERS)],
             label=strategy,
             zorder=3,
         )
         if mine:
-            panel.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2, color="#1f6f8b")
+            panel.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2, color=_OURS)
     panel.axhline(1.0, color="0.4", lw=0.8, zorder=2)
     panel.set_xticks(range(len(data)), data)
     panel.tick_params(axis="x", length=0)

@@ -54,10 +54,11 @@ token_share(const bound_t *b, int32_t group, int which)
     slope = fmax(0, slope) + (group > 1 ? group * cost->group_token_bytes : 0);
     double chunk = (double)cost->logit_chunk_tokens;
     double beyond = b->room_bytes - cost->logit_bytes * chunk;
-    if (slope * chunk <= beyond) {
-        return slope / beyond;
+    if (slope * chunk > beyond) {
+        slope += cost->logit_bytes;
+        beyond = b->room_bytes;
     }
-    return (slope + cost->logit_bytes) / b->room_bytes;
+    return slope > 0 && beyond > 0 ? slope / beyond : 0;
 }
 
 static double

@@ -22,6 +22,7 @@ enum { DEFAULT_MAX_TOKENS = 4096, MAX_WORLD = 1 << 20 };
 static const int64_t max_total_tokens = INT64_C(1) << 53;
 
 static const plan_strategy_t strategies[] = {
+    {"dcp", plan_dcp_run},
     {"packed", plan_packed_run},
     {"bucket", plan_bucket_run},
     {"inter", plan_inter_run},
@@ -31,6 +32,13 @@ static const plan_strategy_t strategies[] = {
     {"fixed-best", plan_fixed_best_run},
     {"knapformer", plan_knapformer_run},
 };
+
+const plan_strategy_t *
+plan_strategies(int64_t *count_p)
+{
+    *count_p = dcp_plan_strategy_count();
+    return strategies;
+}
 
 int64_t
 dcp_plan_strategy_count(void)

@@ -111,6 +111,10 @@ typedef struct plan_strategy {
     dcp_status_t (*run)(const plan_problem_t *problem, plan_draft_t *draft);
 } plan_strategy_t;
 
+/* All strategies, in the order of their names' indices. */
+const plan_strategy_t *plan_strategies(int64_t *count_p);
+
+dcp_status_t plan_dcp_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_packed_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_bucket_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_inter_run(const plan_problem_t *problem, plan_draft_t *draft);

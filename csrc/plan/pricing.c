@@ -134,30 +134,50 @@ plan_price_work(const plan_price_t *price, double tokens, double squares,
            + squares * (price->square_s + layers * price->layer_square_s);
 }
 
-/* Least count of MLPs that fits beside `layers` layers; -1 where none does. `short_by`
- * bytes are missing with nothing recomputed. */
-static int32_t
-least_mlps(const plan_problem_t *problem, int64_t tokens, double short_by, double rows,
+/* What is missing for a micro-batch to fit, and what a repeat of each kind saves. */
+typedef struct shortage {
+    double bytes, layer_bytes, mlp_bytes;
+} shortage_t;
+
+/* Whether `setting` saves what is missing; exact where rounding could matter. */
+static int
+covers(const plan_problem_t *problem, int64_t tokens, const shortage_t *missing,
+       const plan_setting_t *setting)
+{
+    double left =
+        missing->bytes
+        - repeats(setting->recompute[DCP_RECOMPUTE_LAYER]) * missing->layer_bytes
+        - repeats(setting->recompute[DCP_RECOMPUTE_MLP]) * missing->mlp_bytes;
+    double doubt = 2 + 1e-12 * missing->bytes;
+    return left < -doubt || (left <= doubt && fits(problem, tokens, setting));
+}
+
+/* Puts the least count of MLPs that fits beside the layers into `setting`; returns
+ * whether there is one. */
+static int
+least_mlps(const plan_problem_t *problem, int64_t tokens, const shortage_t *missing,
            plan_setting_t *setting)
 {
-    const dcp_cost_t *cost = &problem->request->cost;
     int32_t layers = setting->recompute[DCP_RECOMPUTE_LAYER];
-    int32_t most = (int32_t)cost->layer_count - layers;
-    double left = short_by - repeats(layers) * cost->layer_token_bytes * rows;
-    double each = cost->mlp_token_bytes * rows;
-    if (left > each * repeats(most) + 4) { /* more than rounding could hide */
-        return -1;
+    int32_t most = (int32_t)problem->request->cost.layer_count - layers;
+    double left = missing->bytes - repeats(layers) * missing->layer_bytes;
+    double guess = left > 0 && missing->mlp_bytes > 0
+                       ? floor(left / missing->mlp_bytes * (1 - 1e-12))
+                       : 0;
+    if (guess > most) {
+        return 0;
     }
-    double guess = left > 0 && each > 0 ? floor(left / each * (1 - 1e-12)) : 0;
-    int32_t mlps = guess >= 1 ? (int32_t)fmin(guess, most) : 0;
-    while (mlps <= most) {
+    /* one dropped MLP saves nothing */
+    for (int32_t mlps = (int32_t)guess; mlps <= most; mlps += 1 + (mlps == 0)) {
         setting->recompute[DCP_RECOMPUTE_MLP] = mlps;
-        if (fits(problem, tokens, setting)) {
-            return mlps;
+        if (covers(problem, tokens, missing, setting)) {
+            return 1;
         }
-        mlps = mlps == 0 ? 2 : mlps + 1; /* one dropped MLP saves nothing */
+        if (left > 0 && missing->mlp_bytes == 0) {
+            return 0;
+        }
     }
-    return -1;
+    return 0;
 }
 
 double
@@ -178,12 +198,15 @@ plan_least_recompute(const plan_problem_t *problem, const plan_price_t *price,
     if (bytes <= request->memory_bytes) {
         return plan_price_work(price, (double)tokens, squares, recompute);
     }
-    double short_by = (double)(bytes - request->memory_bytes);
+    shortage_t missing = {
+        .bytes = (double)(bytes - request->memory_bytes),
+        .layer_bytes = cost->layer_token_bytes * (double)rows,
+        .mlp_bytes = cost->mlp_token_bytes * (double)rows,
+    };
     double least = INFINITY;
     for (int32_t layers = 0; layers <= (int32_t)cost->layer_count; layers++) {
         setting.recompute[DCP_RECOMPUTE_LAYER] = layers;
-        int32_t mlps = least_mlps(problem, tokens, short_by, (double)rows, &setting);
-        if (mlps < 0) {
+        if (!least_mlps(problem, tokens, &missing, &setting)) {
             continue;
         }
         double work =
@@ -191,10 +214,10 @@ plan_least_recompute(const plan_problem_t *problem, const plan_price_t *price,
         if (work < least) {
             least = work;
             recompute[DCP_RECOMPUTE_LAYER] = layers;
-            recompute[DCP_RECOMPUTE_MLP] = mlps;
+            recompute[DCP_RECOMPUTE_MLP] = setting.recompute[DCP_RECOMPUTE_MLP];
         }
-        if (mlps == 0) { /* more layers cost more and save what is not needed */
-            break;
+        if (setting.recompute[DCP_RECOMPUTE_MLP] == 0) {
+            break; /* more layers cost more and save what is not needed */
         }
     }
     return least;

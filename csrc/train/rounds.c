@@ -85,16 +85,23 @@ compare_groups(const int32_t *groups, int32_t world, int64_t rounds, int64_t ste
                     "and lie in 0..%d",
                     step, round, (int)rank, (int)count, (int)first, (int)world - 1);
             }
-            const int32_t *leader = groups + (first * rounds + round) * 2;
-            if (leader[0] != first || leader[1] != count) {
+            /* whoever shares it with a neighbour must find the same there */
+            for (int32_t other = rank - 1; other <= rank + 1; other += 2) {
+                if (other < first || other >= first + count) {
+                    continue;
+                }
+                const int32_t *its = groups + (other * rounds + round) * 2;
+                if (its[0] == first && its[1] == count) {
+                    continue;
+                }
                 return DCP_FAIL(
                     DCP_ERR_MISMATCH,
                     "step %" PRId64 ", micro-batch %" PRId64
-                    ": rank %d shares it with %d ranks from %d, rank %d with %d ranks "
-                    "from %d: a group must reach it in the same round (windows=false "
-                    "and reduce=layer)",
-                    step, round, (int)rank, (int)count, (int)first, (int)first,
-                    (int)leader[1], (int)leader[0]);
+                    ": rank %d shares it among %d ranks from %d, rank %d among %d from "
+                    "%d: a group must reach it in the same round (windows=false and "
+                    "reduce=layer)",
+                    step, round, (int)rank, (int)count, (int)first, (int)other,
+                    (int)its[1], (int)its[0]);
             }
         }
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from dcp.cli import InputError
+from dcp.cli import InputError, reading_input
 
 __all__ = ["Cluster", "cluster", "cluster_options", "show_on", "strategies", "writable"]
 
@@ -66,7 +66,8 @@ def cluster(
     if cost_file is not None:
         if device is not None or sets:
             raise InputError("--cost FILE says what --device and --set would: give one of them")
-        cost = CostModel.load(cost_file)
+        with reading_input():
+            cost = CostModel.load(cost_file)
         if model is not None:
             _check_model(cost, model)
     else:

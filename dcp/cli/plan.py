@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dcp.cli import InputError, common
+from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import cluster, cluster_options, show_on, strategies, writable
 
 MOST_RANKS_ON_TERMINAL = 32
@@ -83,9 +83,10 @@ def command(
 def _read(source: str) -> Any:
     from dcp import distributions
 
-    if source != "-":
+    if source == "-":
+        return distributions.parse_lengths(sys.stdin.read(), "standard input")
+    with reading_input():
         return distributions.read_lengths(source)
-    return distributions.parse_lengths(sys.stdin.read(), "standard input")
 
 
 def _steps(lengths: Any, tokens_per_step: int | None) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dcp.cli import InputError, common
+from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import cluster, cluster_options, show_on, strategies, writable
 
 
@@ -123,7 +123,8 @@ def command(
     writable(plot, "--plot")
     where = cluster(**machine)
     spec = [n for name in names for n in (simulate.PAPER if name == "all" else (name,))]
-    lengths = [simulate.distribution(name) for name in spec]
+    with reading_input():
+        lengths = [simulate.distribution(name) for name in spec]
     if stragglers and max(stragglers) >= min(devices):
         raise InputError(
             f"--straggler {max(stragglers)}: with {min(devices)} devices ranks end at "

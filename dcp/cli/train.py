@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import click
 
+from dcp._env import thread_count
 from dcp.cli import InputError, common, log_to_stderr, reading_input
 from dcp.cli.compare import compare_table, loss_difference, output_of, settings_of
 from dcp.cli.progress import closing_table, progress
@@ -24,6 +25,8 @@ class Job:
 
     settings: Any  # dcp.config.Settings
     documents: Any  # dcp.data.Documents; memory-mapped files are opened again by each rank
+    cost: Any  # dcp.CostModel
+    reduce: str  # "step" or "layer"
     resume: bool
     metrics: Path | None
     trace: Path | None
@@ -95,18 +98,22 @@ def command(
         _check_checkpoint(settings, resume)
         _check_outputs(metrics, trace)
         documents = _read_documents(settings)
-        for one in every:  # what fits nowhere is said before a rank starts
-            make_loader(one, documents, SimpleNamespace(rank=0, size=one.ranks))
-    jobs = [
-        Job(
-            settings=one,
-            documents=documents,
-            resume=resume,
-            metrics=_output(metrics, one, compare, folder=True),
-            trace=_output(trace, one, compare, folder=False),
-        )
-        for one in every
-    ]
+        jobs = []
+        for one in every:
+            cost, reduce = planned_for(one, documents)
+            jobs.append(
+                Job(
+                    settings=one,
+                    documents=documents,
+                    cost=cost,
+                    reduce=reduce,
+                    resume=resume,
+                    metrics=_output(metrics, one, compare, folder=True),
+                    trace=_output(trace, one, compare, folder=False),
+                )
+            )
+            # what fits nowhere is said before a rank starts
+            make_loader(jobs[-1], SimpleNamespace(rank=0, size=one.ranks))
     to = sys.stderr if json_to == "-" else sys.stdout
     if compare is None:
         document = _run(jobs[0])
@@ -176,25 +183,26 @@ def _check_outputs(metrics: str | None, trace: str | None) -> None:
         raise InputError(f"--trace {trace}: no such folder: {Path(trace).resolve().parent}")
 
 
-def _is_mapped(settings: Any) -> bool:
-    return str(settings.data.source).endswith(".npy")
-
-
 def _read_documents(settings: Any) -> Any:
     """Read the documents once; the ranks get them ready."""
     from dcp import data
 
-    source, length, long = settings.data.source, settings.data.max_length, settings.data.long
+    chosen = settings.data
+    options = {"max_length": chosen.max_length, "long": chosen.long}
     documents: Any
-    if _is_mapped(settings):
-        documents = data.TokenFiles(source, max_length=length, long=long)
+    if files := data.token_files(chosen.source):
+        if chosen.tokenizer is not None:
+            raise InputError(f"data.tokenizer is for text, and {chosen.source} holds tokens")
+        documents = data.TokenFiles(files, eos=chosen.eos, **options)
     else:
-        documents = data.TextFiles(source, max_length=length, long=long)
+        if chosen.eos is not None:
+            raise InputError(f"data.eos = {chosen.eos} is for .npy files of tokens")
+        documents = data.TextFiles(chosen.source, tokenizer=chosen.tokenizer, **options)
     vocab = settings.model["vocab_size"]
     if documents.vocab_size > vocab:
         raise InputError(
-            f"--data {source}: token {documents.vocab_size - 1} occurs, and model.vocab_size = "
-            f"{vocab}; set model.vocab_size={documents.vocab_size} or more"
+            f"--data {chosen.source}: tokens go up to {documents.vocab_size - 1}, and "
+            f"model.vocab_size = {vocab}; set model.vocab_size={documents.vocab_size} or more"
         )
     return documents
 
@@ -209,8 +217,10 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     if settings.memory is not None:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
-    loader = make_loader(settings, job.documents, world)
-    with contextlib.closing(dcp.fully_shard(config, world, **_sharding(settings))) as model:
+    loader = make_loader(job, world)
+    sharding = {"windows": settings.plan.windows, "reduce": job.reduce}
+    model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
+    with contextlib.closing(model):
         trainer = dcp.Trainer(
             model,
             settings.optimizer.build(),
@@ -242,41 +252,54 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     }
 
 
-def cost_model(settings: Any) -> Any:
-    """The file of `plan.cost`, or what the model's shape says."""
+def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
+    """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
     import dcp
+    from dcp.analytic import host_fixed_fields
 
-    if settings.plan.cost is not None:
-        return dcp.CostModel.load(settings.plan.cost)
-    return dcp.CostModel.for_model(settings.transformer())
+    config, plan = settings.transformer(), settings.plan
+
+    def cost(reduce: str) -> Any:
+        if plan.cost is None:
+            threads = thread_count(settings.ranks)
+            return dcp.CostModel.for_model(config, reduce=reduce, threads=threads)
+        measured = dcp.CostModel.load(plan.cost)
+        measured.check_model(config)
+        return dataclasses.replace(measured, **host_fixed_fields(config, reduce))
+
+    if plan.reduce != "auto":
+        return cost(plan.reduce), plan.reduce
+    return cost("step"), "step"
 
 
-def make_loader(settings: Any, documents: Any, world: Any) -> Any:
+def make_loader(job: Job, world: Any) -> Any:
     """The loader of one rank; it raises where a sequence fits nowhere."""
     import dcp
 
-    plan = settings.plan
+    settings, plan = job.settings, job.settings.plan
     return dcp.Loader(
-        documents,
+        job.documents,
         world,
-        cost_model(settings),
+        job.cost,
         tokens_per_step=settings.tokens_per_step,
         strategy=settings.strategy,
         seed=settings.seed,
         memory_bytes=settings.memory,
         weighting=settings.train.weighting,
         eval_share=settings.train.eval_share,
-        max_tokens=plan.max_tokens,
-        max_group=plan.max_group,
-        rounds=not plan.windows or plan.reduce == "layer",
-        fixed_group=plan.sp or 1,
-        fixed_recompute=plan.recompute or "none",
+        rounds=not plan.windows or job.reduce == "layer",
+        **plan_options(plan),
     )
 
 
-def _sharding(settings: Any) -> dict[str, Any]:
-    """What `fully_shard` is told beside the model."""
-    return {"seed": settings.seed}
+def plan_options(plan: Any) -> dict[str, Any]:
+    """What `dcp.plan` is told of the settings beside strategy, seed and memory."""
+    return {
+        "max_tokens": plan.max_tokens,
+        "max_group": plan.max_group,
+        "fixed_group": plan.sp or 1,
+        "fixed_recompute": plan.recompute or "none",
+    }
 
 
 def _compare(jobs: list[Job], to: IO[str]) -> dict[str, Any]:

@@ -139,6 +139,9 @@ def test_bad_data(tmp_path: Path) -> None:
     assert "torn.npy" in refused("train", "--data", tmp_path / "torn.npy")
     np.save(tmp_path / "large.npy", np.full(50, 999, np.int32))
     assert "vocab_size=1000" in refused("train", "--data", tmp_path / "large.npy")
+    tokens = ("train", "--data", tmp_path / "large.npy", "--set", "data.tokenizer=t.json")
+    assert "data.tokenizer is for text" in refused(*tokens)
+    assert "data.eos = 0" in refused("train", "--set", "data.eos=0")
 
 
 @pytest.fixture

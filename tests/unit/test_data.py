@@ -357,3 +357,82 @@ def test_bad_options() -> None:
         data.Packed([1.5], [0, 1])
     with pytest.raises(dcp.ArgumentError, match="labels has 1"):
         data.Packed([1, 2], [0, 2], labels=[1])
+
+
+def word_tokenizer(file: Path) -> Path:
+    """Words of a small vocabulary; it would truncate, pad and add special tokens if let."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "[CLS]": 1, "[PAD]": 2, "the": 3, "cat": 4, "sat": 5, "\ufffd": 6}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
+    )
+    made.enable_truncation(max_length=2)
+    made.enable_padding(pad_id=2, length=9)
+    made.save(str(file))
+    return file
+
+
+def test_text_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each document alone, whole, without what the tokenizer would add to it."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, content in {
+        "a": b"the cat sat",
+        "b": b"",
+        "c": b"sat \xff dog",
+        "d": b"   ",
+        "e": b"the the the the the",
+    }.items():
+        (folder / name).write_bytes(content)
+    file = word_tokenizer(tmp_path / "tokenizer.json")
+    wanted = [[3, 4, 5], [5, 6, 0], [3, 3, 3], [3, 3]]
+    for at_once in (1, 1 << 22):
+        monkeypatch.setattr(data, "_ENCODE", at_once)
+        text = data.TextFiles(folder, tokenizer=file, max_length=3)
+        assert [t for t, _ in read(text)] == wanted
+        assert text.vocab_size == 7 and text.stats.empty == 2
+    again = pickle.loads(pickle.dumps(text))
+    assert [t for t, _ in read(again)] == wanted
+    with pytest.raises(dcp.ArgumentError, match="e has 5 tokens"):
+        data.TextFiles(folder, tokenizer=file, max_length=3, long="error")
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(dcp.FileError, match=r"none\.json"):
+        data.TextFiles(tmp_path / "a.txt", tokenizer=tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"model": 3}')
+    with pytest.raises(dcp.FileError, match=r"bad\.json cannot be read as a tokenizer"):
+        data.TextFiles(tmp_path / "a.txt", tokenizer=tmp_path / "bad.json")
+    (tmp_path / "torn.json").write_bytes(b"\xff")
+    with pytest.raises(dcp.FileError, match=r"torn\.json"):
+        data.TextFiles(tmp_path / "a.txt", tokenizer=tmp_path / "torn.json")
+
+
+def test_without_the_tokenizers_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(dcp.UnsupportedError, match=r"t\.json.*pip install tokenizers"):
+        data.TextFiles(tmp_path / "a.txt", tokenizer=tmp_path / "t.json")
+    assert data.TextFiles(tmp_path / "a.txt").stats.tokens == 1
+
+
+def test_a_folder_of_token_files(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    for name in ("b.npy", "below/c.npy", "a.npy", "a.offsets.npy", "a.labels.npy"):
+        np.save(tmp_path / name, np.array([0, 1]))
+    names = [str(f.relative_to(tmp_path)) for f in data.token_files(tmp_path)]
+    assert names == ["a.npy", "b.npy", "below/c.npy"]
+    assert data.token_files(tmp_path / "b.npy") == [tmp_path / "b.npy"]
+    assert data.token_files(tmp_path / "absent") == []
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(dcp.FileError, match=r"notes\.txt"):
+        data.token_files(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "x").write_text("x")
+    assert data.token_files(tmp_path / "text") == []

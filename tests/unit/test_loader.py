@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,26 @@ def loader(dataset: data.Documents, rank: int = 0, size: int = 1, **options: Any
 
 def take(loader: dcp.Loader, count: int) -> list[Step]:
     return list(itertools.islice(loader, count))
+
+
+def once(steps: Sequence[Any]) -> list[Any]:
+    """The micro-batches of a step on all ranks, those of a group once; its ranks hold the same."""
+    out: list[Any] = []
+    groups: dict[tuple[int, int], list[list[Any]]] = {}
+    for rank, step in enumerate(steps):
+        for group in {b.group for b in step.micro_batches}:
+            assert group[0] <= rank < group[0] + group[1]
+            mine = [b for b in step.micro_batches if b.group == group]
+            groups.setdefault(group, []).append(mine)
+    for (_, count), copies in groups.items():
+        assert len(copies) == count
+        for batches in zip(*copies, strict=True):
+            for other in batches[1:]:
+                assert other.recompute == batches[0].recompute
+                assert np.array_equal(other.row_ids, batches[0].row_ids)
+                assert np.array_equal(other.tokens, batches[0].tokens)
+        out += copies[0]
+    return out
 
 
 def one_epoch(sampler: Sampler, epoch: int = 0) -> list[np.ndarray]:
@@ -94,7 +115,7 @@ def test_ranks_share_a_step_without_loss(size: int, strategy: str) -> None:
         starts = np.cumsum(first.lengths) - first.lengths
         at = {int(s): int(r) for s, r in zip(first.sequences, starts, strict=True)}
         seen = []
-        for batch in (b for s in steps for b in s.micro_batches):
+        for batch in once(steps):
             assert batch.tokens.dtype == batch.labels.dtype == np.int32
             assert batch.offsets.dtype == batch.row_ids.dtype == np.int64
             assert batch.offsets[0] == 0 and batch.offsets[-1] == len(batch.tokens)
@@ -217,10 +238,9 @@ def test_evaluation_repeats_and_touches_nothing() -> None:
         assert len(orders[0]) >= 2 and sum(int(s.lengths.sum()) for s in evaluations[0]) <= 150
         trainable = sum(s.trainable for s in evaluations[0])
         assert all(s.scale == 1 / trainable for s in evaluations[0])
-        shares = [sum(len(b.tokens) for s in e for b in s.micro_batches) for e in evaluations]
-        assert shares[0] == shares[1] and shares[0] + shares[2] == sum(
-            int(s.lengths.sum()) for s in evaluations[0]
-        )
+        both = zip(evaluations[0], evaluations[2], strict=True)
+        shares = [sum(len(b.tokens) for b in once(pair)) for pair in both]
+        assert shares == [int(s.lengths.sum()) for s in evaluations[0]]
     assert [s.plan.hash for s in got] == [s.plan.hash for s in plain]
     trained = {int(i) for s in got for i in s.sequences}
     held = {i for order in orders[0] for i in order}
@@ -235,14 +255,14 @@ def test_weights_by_sequence() -> None:
     results = {}
     for weighting in ("token", "sequence"):
         total = 0.0
-        for rank in range(2):
-            step = take(loader(dataset, rank, 2, tokens_per_step=15, weighting=weighting), 1)[0]
-            assert step.trainable == 12 and step.sequence_count == 3
-            for batch in step.micro_batches:
-                weights = np.ones(len(batch.tokens)) if batch.weights is None else batch.weights
-                for a, b in itertools.pairwise(batch.offsets.tolist()):
-                    loss = np.where(batch.labels[a:b] >= 0, sums[b - a] / (b - a - 1), 0.0)
-                    total += step.scale * float((loss * weights[a:b]).sum())
+        options = {"tokens_per_step": 15, "weighting": weighting}
+        steps = [take(loader(dataset, rank, 2, **options), 1)[0] for rank in range(2)]
+        assert all(step.trainable == 12 and step.sequence_count == 3 for step in steps)
+        for batch in once(steps):
+            weights = np.ones(len(batch.tokens)) if batch.weights is None else batch.weights
+            for a, b in itertools.pairwise(batch.offsets.tolist()):
+                loss = np.where(batch.labels[a:b] >= 0, sums[b - a] / (b - a - 1), 0.0)
+                total += steps[0].scale * float((loss * weights[a:b]).sum())
         results[weighting] = total
     assert results["token"] == pytest.approx(1.5)
     assert results["sequence"] == pytest.approx(2.0, rel=1e-6)
@@ -267,8 +287,59 @@ def test_nothing_to_learn_is_scale_zero_and_one_warning(caplog: pytest.LogCaptur
 
 def test_more_ranks_than_sequences() -> None:
     """Case D-06: 3 items on 4 ranks: one rank has nothing to compute, all 3 are seen."""
-    steps = [take(loader(corpus([10] * 3, max_length=16), r, 4), 1)[0] for r in range(4)]
+    options = {"strategy": "fixed"}  # one rank a sequence
+    steps = [take(loader(corpus([10] * 3, max_length=16), r, 4, **options), 1)[0] for r in range(4)]
     assert [len(s.micro_batches) for s in steps] == [1, 1, 1, 0]
+
+
+def test_ranks_that_share_more_than_they_compute() -> None:
+    """Case D-06: 10 items on 4 ranks: all 10 come, none twice."""
+    dataset = corpus([10] * 10, max_length=16)
+    ranks = [take(loader(dataset, r, 4, tokens_per_step=100), 1)[0] for r in range(4)]
+    tokens = np.concatenate([batch.tokens for batch in once(ranks)])
+    assert sorted(tokens.tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("strategy", planning.strategies())
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_rounds_give_every_rank_as_many_micro_batches(strategy: str, size: int) -> None:
+    """A rank without work in a round gets an empty micro-batch of its own, without weight."""
+    lengths = [1, 30, 2, 17, 8, 8, 8, 25, 3, 40, 1, 5]
+    options = {"strategy": strategy, "rounds": True, "max_tokens": 40, "tokens_per_step": 100}
+    ranks = [loader(corpus(lengths), r, size, **options) for r in range(size)]
+    for steps in zip(*(take(x, 3) for x in ranks), strict=True):
+        counts = {len(step.micro_batches) for step in steps}
+        assert len(counts) == 1
+        batches = once(steps)
+        seen = sorted(x for b in batches for x in b.row_ids.tolist())
+        assert seen == list(range(int(steps[0].lengths.sum())))
+        for batch in batches:
+            if len(batch.tokens) == 0:
+                assert batch.group[1] == 1 and batch.offsets.tolist() == [0]
+                assert len(batch.labels) == 0 and batch.recompute == (0, 0)
+        by_round = zip(*(step.micro_batches for step in steps), strict=True)
+        for together in by_round:  # ranks of a group are in the same round
+            for rank, batch in enumerate(together):
+                first, count = batch.group
+                assert all(together[r].group == batch.group for r in range(first, first + count))
+                assert first <= rank < first + count
+
+
+def test_packing_keeps_what_is_longer_than_the_pack() -> None:
+    """Case A-11: lengths 5, 2, 3, 1 in packs of 4: all 11 tokens; fragments are sequences."""
+    dataset = corpus([5, 2, 3, 1], max_length=4)
+    assert sorted(dataset.lengths.tolist()) == [1, 1, 2, 3, 4]
+    options = {"tokens_per_step": 11, "max_tokens": 4, "strategy": "fixed"}
+    for size in (1, 2, 3):
+        steps = [take(loader(dataset, r, size, **options), 1)[0] for r in range(size)]
+        batches = once(steps)
+        assert all(len(batch.tokens) <= 4 for batch in batches)
+        tokens = np.concatenate([batch.tokens for batch in batches])
+        assert sorted(tokens.tolist()) == list(range(11))
+        # a fragment is a sequence of its own: the last token of each has no target
+        for batch in batches:
+            assert batch.labels[batch.offsets[1:] - 1].tolist() == [-100] * (len(batch.offsets) - 1)
+            assert np.count_nonzero(batch.labels == -100) == len(batch.offsets) - 1
 
 
 def test_bad_settings() -> None:
@@ -318,4 +389,5 @@ def test_micro_batches_keep_the_memory_cap() -> None:
     cap = COST.memory([32], world_size=2)
     for step in take(loader(dataset, 0, 2, memory_bytes=cap), 5):
         for batch in step.micro_batches:
-            assert COST.memory(np.diff(batch.offsets), world_size=2) <= cap
+            count = batch.group[1]
+            assert COST.memory(np.diff(batch.offsets), count, world_size=2) <= cap

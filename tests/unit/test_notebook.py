@@ -1,4 +1,4 @@
-"""Notebooks: the one that is shipped runs, and ranks start from cells of any kind."""
+"""Notebooks: those that are shipped run, and ranks start from cells of any kind."""
 
 from __future__ import annotations
 
@@ -36,6 +36,26 @@ def test_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2, "two pictures"
     found = re.search(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)
     assert found and float(found[2]) < float(found[1]) - 1.0
+
+
+@pytest.mark.parametrize(("name", "pictures"), [("plan", 1), ("cluster", 2)])
+def test_notebooks_of_the_planner(
+    name: str, pictures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    text = execute(notebook, path.parent, monkeypatch)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == pictures
+    for strategy in dcp.simulate.every_strategy():
+        assert strategy in text
+    if name == "plan":
+        assert any("<svg" in output.get("data", {}).get("text/html", "") for output in outputs)
+        assert "plan breaks the rule" in text and "cap  75 GB" in text
+    else:
+        gains = [float(x) for x in re.findall(r"([\d.]+) x bucket-published", text)]
+        assert len(gains) == 7 and min(gains) > 1.0
 
 
 CELLS = [

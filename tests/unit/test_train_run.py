@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 SMALL = [
@@ -188,6 +189,51 @@ def test_compare_trains_each_on_the_same_sequences(text: Path, tmp_path: Path) -
         lines = (tmp_path / run["strategy"] / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["kind"] for line in lines] == ["step"] * 4 + ["eval"]
     assert runs[0]["steps"][0]["plan"] != runs[1]["steps"][0]["plan"]
+
+
+FIXED = ("--strategy", "fixed", "--steps", 3)
+
+
+def test_any_fixed_setting_gives_the_same_losses(text: Path) -> None:
+    """Sequence-parallel sizes and recompute; recompute choices are bitwise alike."""
+    alone = train(text, *FIXED, "--ranks", 1)
+    for ranks, sp in ((2, 2), (3, 3), (4, 2)):
+        shared = train(text, *FIXED, "--ranks", ranks, "--set", f"plan.sp={sp}")
+        assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
+        assert set(shared["steps"][0]["sp"]) == {sp}
+    hashes = set()
+    for recompute in ("none", "selective", "full", "{layer = 1}"):
+        sets = ("--set", "plan.sp=2", "--set", f"plan.recompute={recompute}")
+        hashes.add(train(text, *FIXED, "--ranks", 2, *sets)["parameters_sha256"])
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(("windows", "reduce"), [("false", "step"), ("true", "layer")])
+def test_without_windows_and_by_layer(text: Path, windows: str, reduce: str) -> None:
+    """All ranks run as many micro-batches; the losses are those of any other run."""
+    sets = ("--set", f"plan.windows={windows}", "--set", f"plan.reduce={reduce}")
+    more = ("--ranks", 3, "--steps", 3, "--set", "plan.max_tokens=256", "--eval-every", 1)
+    other = train(text, *more, *sets)
+    plain = train(text, *more)
+    assert losses(other) == pytest.approx(losses(plain), rel=1e-5)
+    assert other["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+
+
+def test_memory_mapped_tokens_train_on_any_world(tmp_path: Path) -> None:
+    """Several .npy files with document borders and labels (case E-04: mapped read-only)."""
+    random = np.random.default_rng(3)
+    for number, dtype in enumerate((np.uint16, np.int32)):
+        tokens = random.integers(1, 250, 4000).astype(dtype)
+        tokens[random.integers(0, 4000, 60)] = 0
+        np.save(tmp_path / f"part{number}.npy", tokens)
+        labels = np.where(random.random(4000) < 0.3, -100, np.roll(tokens.astype(np.int32), -1))
+        np.save(tmp_path / f"part{number}.labels.npy", labels)
+    runs = [
+        train(tmp_path, "--ranks", ranks, "--steps", 3, "--set", "data.eos=0") for ranks in (1, 2)
+    ]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
+    assert [s["tokens"] for s in runs[0]["steps"]] == [s["tokens"] for s in runs[1]["steps"]]
+    assert 0.6 < runs[0]["steps"][0]["tokens"] / 1024 < 0.8, "30% have no label"
 
 
 def test_memory_cap_too_small_is_refused(text: Path) -> None:

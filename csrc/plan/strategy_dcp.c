@@ -1,0 +1,152 @@
+/* Strategy `dcp`: group sizes, recompute, packing and accumulation chosen jointly for
+ * the least makespan.
+ *
+ * Its own search places all sequences so that every rank ends by a target T
+ * (strategy_dcp_place.c), evens out the ranks (_balance.c) and writes micro-batches
+ * with the cheapest recompute (_emit.c). T starts at the bound; what was reached and
+ * the bound then bracket further targets, because a little more time often allows
+ * smaller groups, which cost less. Then it prices what every other strategy drafts for
+ * the same step and returns the best of all: never behind any of them, and `winner`
+ * tells whose it is. Targets are tried a fixed number of times, no clock is read.
+ */
+#include "strategy_dcp.h"
+
+#include "dcp/alloc.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { TARGETS = 8 };
+
+/* Closer to the bound than this is far below what a cost model knows. */
+static const double good_gap = 1e-4;
+
+typedef struct contest {
+    const plan_problem_t *problem;
+    plan_draft_t best, trial;
+    double *ready_s; /* [world] */
+} contest_t;
+
+/* Prices the trial and keeps it if it is the best so far. */
+static dcp_status_t
+enter(contest_t *contest, const char *winner)
+{
+    dcp_plan_t *plan = contest->trial.plan;
+    plan->winner = winner;
+    DCP_TRY(plan_schedule(contest->problem, plan, contest->ready_s));
+    const dcp_plan_t *best = contest->best.plan;
+    if (best->micro_batch_count == 0 || plan->makespan_s < best->makespan_s) {
+        plan_draft_t kept = contest->best;
+        contest->best = contest->trial;
+        contest->trial = kept;
+    }
+    return DCP_OK;
+}
+
+/* What the fixed parts of whole micro-batches add to the bound, which counts shares of
+ * them, if every rank gets equally many tokens. */
+static double
+whole_batches(const dcp_search_t *s)
+{
+    double tokens = 0, cap = (double)s->sizes[0].cap_none;
+    for (int64_t i = 0; i < s->count; i++) {
+        if (dcp_search_is_packed(s, i)) {
+            tokens += (double)s->problem->request->lengths[i];
+        }
+    }
+    double batches = cap > 0 ? tokens / s->world / cap : 0;
+    return s->start_s * (ceil(batches) - fmax(batches, 1));
+}
+
+/* The own search: keeps the places that end first, writes and prices them. */
+static dcp_status_t
+search_targets(contest_t *contest, dcp_search_t *search)
+{
+    static const double shares[TARGETS] = {0, 0, 0.5, 0.25, 0.75, 0.1, 0.9, 0.35};
+    double whole = whole_batches(search);
+    double bound = contest->problem->bound_s, reached = INFINITY;
+    size_t bytes = (size_t)search->count * sizeof search->places[0];
+    for (int i = 0; i < TARGETS && reached > bound * (1 + good_gap); i++) {
+        double target = i == 0 ? bound + fmax(0, whole)
+                               : bound + shares[i] * (reached - bound);
+        dcp_search_place(search, target);
+        double end = dcp_search_balance(search, bound * (1 + good_gap));
+        if (end < reached) {
+            reached = end;
+            memcpy(search->best_places, search->places, bytes);
+        }
+    }
+    memcpy(search->places, search->best_places, bytes);
+    DCP_TRY(dcp_search_emit(search, &contest->trial));
+    return enter(contest, "dcp");
+}
+
+static dcp_status_t
+price_others(contest_t *contest)
+{
+    int64_t count;
+    const plan_strategy_t *others = plan_strategies(&count);
+    for (int64_t k = 0; k < count; k++) {
+        if (strcmp(others[k].name, "dcp") == 0
+            || strcmp(others[k].name, "fixed") == 0) {
+            continue;
+        }
+        plan_draft_clear(&contest->trial);
+        dcp_status_t status = others[k].run(contest->problem, &contest->trial);
+        if (status == DCP_ERR_INFEASIBLE) {
+            continue;
+        }
+        if (status != DCP_OK) {
+            return status;
+        }
+        DCP_TRY(enter(contest, others[k].name));
+    }
+    return DCP_OK;
+}
+
+/* Small steps: local search from the best of all candidates. */
+static dcp_status_t
+refine(contest_t *contest, dcp_search_t *search)
+{
+    const dcp_plan_t *best = contest->best.plan;
+    if (best->makespan_s <= contest->problem->bound_s * (1 + good_gap)) {
+        return DCP_OK;
+    }
+    DCP_TRY(dcp_search_refine(contest->problem, best, search->trial, &contest->trial));
+    return contest->trial.plan->micro_batch_count > 0 ? enter(contest, "dcp") : DCP_OK;
+}
+
+static dcp_status_t
+search_all(contest_t *contest)
+{
+    dcp_search_t search;
+    DCP_TRY(dcp_search_init(&search, contest->problem));
+    dcp_status_t status = search_targets(contest, &search);
+    if (status == DCP_OK) {
+        status = price_others(contest);
+    }
+    if (status == DCP_OK) {
+        status = refine(contest, &search);
+    }
+    dcp_search_fini(&search);
+    return status;
+}
+
+dcp_status_t
+plan_dcp_run(const plan_problem_t *problem, plan_draft_t *draft)
+{
+    int64_t count = problem->request->length_count;
+    contest_t contest = {.problem = problem, .best = *draft};
+    void *ready_s;
+    DCP_TRY(dcp_alloc_array(problem->request->world, sizeof(double), "a plan's ranks",
+                            &ready_s));
+    contest.ready_s = ready_s;
+    dcp_status_t status = plan_draft_init(&contest.trial, count);
+    if (status == DCP_OK) {
+        status = search_all(&contest);
+    }
+    *draft = contest.best;
+    plan_draft_fini(&contest.trial);
+    dcp_free(ready_s);
+    return status;
+}
