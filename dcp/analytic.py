@@ -507,8 +507,7 @@ def host_rotary_bytes(config: Transformer1D, tokens: int) -> int:
 def host_group_token_bytes(shape: Shape) -> float:
     """Bytes that each rank of a group holds for every token of the group, whoever computes it.
 
-    Ring attention reads the peers' keys and values in place; each rank then holds its own partial
-    gradients of one layer's keys and values for all of the group's tokens, in fp32. Its own rows'
-    tokens, labels, positions, numbers and weights are copied.
+    Its copy of one layer's keys and values, then its partial gradients of them, in fp32; at most 72
+    bytes of tables that say which rank holds which rows, and of this rank's part of the batch.
     """
-    return 2.0 * shape.key_width * 4 + 28
+    return 2.0 * shape.key_width * 4 + 72.0
