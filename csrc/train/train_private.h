@@ -53,8 +53,8 @@ struct dcp_sharded {
     float *group_gradients;     /* this rank's in one of these; NULL: reduce = step */
 
     /* sequence.c */
-    dcp_sequence_kind_t sequence_kind;       /* how groups share attention */
-    sequence_pool_t *sequence_pool;          /* owned; NULL: no group so far */
+    dcp_sequence_kind_t sequence_kind; /* how groups share attention */
+    sequence_pool_t *sequence_pool;    /* owned; NULL: no group so far */
 };
 
 /* Every rank's record to all, into sharded->records. */
