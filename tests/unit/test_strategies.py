@@ -371,3 +371,21 @@ def test_an_empty_step_and_free_costs(name: str) -> None:
     made = plan(name, [3, 1, 4, 1, 5], dcp.CostModel(), 3)
     made.verify()
     assert made.makespan == 0
+
+
+def test_dcp_lives_on_the_others_where_its_own_search_places_nothing() -> None:
+    """To the byte the least memory that holds 3 tokens on two ranks."""
+    cost = dcp.CostModel(
+        fixed_bytes=40.251747510994306,
+        sharded_bytes=11741.49661317304,
+        scratch_bytes=2283.8459288057165,
+        token_bytes=10.997013796767272,
+        layer_token_bytes=0.09987260876930626,
+        mlp_token_bytes=0.092664185231528,
+        logit_bytes=127.20782786108289,
+        logit_chunk_tokens=984,
+        layer_count=29,
+    )
+    cap = cost.memory([3], 2, "full", world_size=2)
+    made = plan("dcp", [3], cost, 2, memory_bytes=cap)
+    assert [ranks for ranks, _ in placed(made)] == [(0, 1)]
