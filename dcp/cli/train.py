@@ -30,6 +30,7 @@ class Job:
     resume: bool
     metrics: Path | None
     trace: Path | None
+    replay: Path | None
 
 
 @click.command("train")
@@ -60,6 +61,7 @@ class Job:
     "--compare", metavar="A,B,...", help="Train with each of these strategies, and compare."
 )
 @click.option("--metrics", metavar="DIR", help="Folder of metrics.jsonl.  [default: --checkpoint]")
+@click.option("--replay", metavar="LOG", help="metrics.jsonl of a plan.refit run: repeat it.")
 @click.option("--trace", metavar="FILE", help="Write a Chrome trace of the steps.")
 @common
 def command(
@@ -72,6 +74,7 @@ def command(
     compare: str | None,
     metrics: str | None,
     trace: str | None,
+    replay: str | None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Train a transformer on documents of very different lengths.
@@ -93,10 +96,16 @@ def command(
         raise InputError("--compare names the strategies: leave --strategy out")
     if compare is not None and (settings.checkpoint.folder is not None or resume):
         raise InputError("--compare trains a fresh model each time: leave --checkpoint out")
+    if compare is not None and replay is not None:
+        raise InputError("--replay repeats one run: leave --compare out")
+    if settings.plan.refit and metrics is None and settings.checkpoint.folder is None:
+        raise InputError("plan.refit needs a folder for its log: --metrics DIR or --checkpoint DIR")
     every = [settings] if compare is None else settings_of(compare, settings)
     with reading_input():
         _check_checkpoint(settings, resume)
         _check_outputs(metrics, trace)
+        if replay is not None:
+            _check_replay(Path(replay), settings)
         documents = _read_documents(settings)
         jobs = []
         for one in every:
@@ -110,6 +119,7 @@ def command(
                     resume=resume,
                     metrics=_output(metrics, one, compare, folder=True),
                     trace=_output(trace, one, compare, folder=False),
+                    replay=Path(replay) if replay is not None else None,
                 )
             )
             # what fits nowhere is said before a rank starts
@@ -176,6 +186,20 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
             )
 
 
+def _check_replay(path: Path, settings: Any) -> None:
+    """The log must have the times of every step that a later plan depends on."""
+    from dcp.trainer import Replay
+
+    log = Replay.read(path)
+    for step in range(settings.steps):
+        if step not in log.busy_s:
+            raise InputError(f"--replay {path}: holds no times of step {step}; lower --steps")
+        if len(log.busy_s[step]) != settings.ranks:
+            raise InputError(
+                f"--replay {path}: is of {len(log.busy_s[step])} ranks, not {settings.ranks}"
+            )
+
+
 def _check_outputs(metrics: str | None, trace: str | None) -> None:
     if metrics is not None and Path(metrics).exists() and not Path(metrics).is_dir():
         raise InputError(f"--metrics {metrics}: not a folder")
@@ -236,6 +260,8 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
             seed=settings.seed,
             metrics=job.metrics,
             trace=job.trace,
+            refit=settings.plan.refit,
+            replay=job.replay,
             on_event=world.emit,
         )
         report = trainer.fit(settings.steps)
