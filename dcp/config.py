@@ -136,7 +136,7 @@ class Settings:
     steps: int = 60
     seed: int = 0
     tokens_per_step: int = 16384
-    strategy: str = "packed"
+    strategy: str = "dcp"
     device: str = "cpu"
     memory: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
