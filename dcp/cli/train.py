@@ -242,7 +242,11 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
     loader = make_loader(job, world)
-    sharding = {"windows": settings.plan.windows, "reduce": job.reduce}
+    sharding = {
+        "windows": settings.plan.windows,
+        "reduce": job.reduce,
+        "sequence_parallel": settings.plan.sequence_parallel,
+    }
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
         trainer = dcp.Trainer(
