@@ -101,6 +101,9 @@ search_targets(contest_t *contest, dcp_search_t *search)
             break;
         }
     }
+    if (isinf(reached)) { /* nothing placed within memory: the others' plans stand */
+        return DCP_OK;
+    }
     memcpy(search->places, search->best_places, bytes);
     DCP_TRY(dcp_search_emit(search, &contest->trial));
     return enter(contest, "dcp");
