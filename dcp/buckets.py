@@ -395,7 +395,7 @@ class BucketLoader(PlannedSteps[BucketStep]):
         cost: CostModel,
         *,
         tokens_per_step: int,
-        strategy: str = "packed",
+        strategy: str = "dcp",
         seed: int = 0,
         memory_bytes: int | None = None,
         weighting: Literal["token", "sequence"] = "token",

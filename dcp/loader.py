@@ -436,11 +436,9 @@ class Loader(PlannedSteps[Step]):
     >>> text = dcp.data.TextFiles("stdlib", max_length=512)
     >>> world = SimpleNamespace(rank=1, size=4)
     >>> loader = dcp.Loader(text, world, dcp.CostModel(token_s=1.0), tokens_per_step=8192)
-    >>> for step in loader:
-    ...     tokens = sum(len(m.tokens) for m in step.micro_batches)
-    ...     break
-    >>> 1500 < tokens < 2500, loader.state_dict()["step"]
-    (True, 1)
+    >>> step = next(iter(loader))
+    >>> 7000 < step.trainable <= 8192, len(step.micro_batches) >= 1, loader.state_dict()["step"]
+    (True, True, 1)
     """
 
     def __init__(
@@ -450,7 +448,7 @@ class Loader(PlannedSteps[Step]):
         cost: CostModel,
         *,
         tokens_per_step: int,
-        strategy: str = "packed",
+        strategy: str = "dcp",
         seed: int = 0,
         memory_bytes: int | None = None,
         weighting: Literal["token", "sequence"] = "token",

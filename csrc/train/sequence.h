@@ -6,6 +6,7 @@
  *   sequence_pass.c       one micro-batch: this rank's batch, meeting the others
  *   sequence_meet.c       meetings; running a micro-batch
  *   sequence_mail.c       the same by messages, where there are no windows
+ *   sequence_boxes.c      where messages' rows lie
  *   sequence_attention.c  attention over the rows of all ranks, forward
  *   sequence_gradient.c   the same backward
  *
@@ -56,7 +57,8 @@ enum { SEQUENCE_RUNS = 3 };
 
 /* The heads of one part of a slot. */
 typedef struct sequence_heads {
-    int64_t kv_head, kv_count; /* key-value heads that it reads */
+    int64_t head, head_count;  /* its query heads */
+    int64_t kv_head, kv_count; /* key-value heads that these read */
     int32_t run_count;
     sequence_run_t runs[SEQUENCE_RUNS];
 } sequence_heads_t;
@@ -128,6 +130,8 @@ dcp_status_t sequence_pass_init(sequence_pass_t *pass, dcp_sharded_t *sharded,
                                 const dcp_micro_batch_t *micro, bool training);
 void sequence_pass_fini(sequence_pass_t *pass);
 sequence_spans_t sequence_pass_spans(const sequence_pass_t *pass, int32_t rank);
+/* Another rank of this one's slot? */
+bool sequence_pass_partner(const sequence_pass_t *pass, int32_t rank);
 /* Waits until views[] shows every rank's rows of this call; `own` shows this rank's. */
 dcp_status_t sequence_pass_meet(sequence_pass_t *pass, dcp_queue_t *queue,
                                 const sequence_view_t *own, bool backward);

@@ -4,132 +4,23 @@
  * and values that its heads read from all ranks, and from the ranks of its slot the
  * columns of its heads of q (backward: out, lse and the gradient of out too), into
  * boxes that views show as if they lay there; afterwards results go back the same way.
- * Partial dk and dv go to the rows' owner, who adds them in rank order.
- *
- * Memory of a rank with R of T rows, u ranks a slot: about T 2 kv D floats of received
- * keys and values beside the exchange part, R 2 (kv + u) D to send, as much times r for
- * partial gradients, and 7 R H D for columns. */
+ * Partial dk and dv go to the rows' owner, who adds them in rank order. All messages of
+ * a meeting start together, so no order among ranks can deadlock. */
 #include "sequence.h"
 
-#include "dcp/alloc.h"
 #include "dcp/clock.h"
 
-enum { ALIGN_FLOATS = 16 };
-
-typedef struct arena {
-    float *base; /* NULL: only measure */
-    int64_t used;
-} arena_t;
-
-static float *
-take(arena_t *arena, int64_t count)
-{
-    int64_t start = arena->used;
-    arena->used += (count + ALIGN_FLOATS - 1) / ALIGN_FLOATS * ALIGN_FLOATS;
-    return arena->base != NULL ? arena->base + start : NULL;
-}
-
-static bool
-is_partner(const sequence_pass_t *pass, int32_t rank)
-{
-    return rank != pass->rank
-           && rank / pass->cut.ulysses == pass->rank / pass->cut.ulysses;
-}
-
-/* First head and floats of a row of the query heads of a rank. */
-static int64_t
-first_head(const sequence_heads_t *heads)
-{
-    return heads->run_count > 0 ? heads->runs[0].head : 0;
-}
-
+/* Floats of a row of a rank's query heads; of the keys and values that they read. */
 static int64_t
 head_width(const sequence_pass_t *pass, const sequence_heads_t *heads)
 {
-    int64_t count = 0;
-    for (int32_t i = 0; i < heads->run_count; i++) {
-        count += heads->runs[i].head_count;
-    }
-    return count * pass->config->head_dim;
+    return heads->head_count * pass->config->head_dim;
 }
 
 static int64_t
 kv_width(const sequence_pass_t *pass, const sequence_heads_t *heads)
 {
     return 2 * heads->kv_count * pass->config->head_dim;
-}
-
-static int64_t
-lay_out(sequence_pass_t *pass, bool training, float *base)
-{
-    arena_t arena = {.base = base};
-    int64_t rows = sequence_pass_rows(pass, pass->rank);
-    int64_t own_kv = kv_width(pass, &pass->heads);
-    int64_t own_heads = head_width(pass, &pass->heads);
-    pass->exchange = take(&arena, pass->cut.token_count * own_kv);
-    for (int32_t rank = 0; rank < pass->cut.rank_count; rank++) {
-        sequence_box_t *box = &pass->mail.boxes[rank];
-        sequence_heads_t heads;
-        sequence_pass_heads(pass, rank, &heads);
-        int64_t its_rows = sequence_pass_rows(pass, rank);
-        int64_t its_kv = rows * kv_width(pass, &heads);
-        int64_t its_heads = rows * head_width(pass, &heads);
-        box->kv_out = rank < pass->cut.ulysses
-                          ? take(&arena, its_kv)
-                          : pass->mail.boxes[rank % pass->cut.ulysses].kv_out;
-        if (rank == pass->rank) {
-            continue;
-        }
-        box->kv_in = take(&arena, its_rows * own_kv);
-        box->partial_in = training ? take(&arena, its_kv) : NULL;
-        if (!is_partner(pass, rank)) {
-            continue;
-        }
-        box->q_in = take(&arena, its_rows * own_heads);
-        box->out_in = take(&arena, its_rows * own_heads);
-        box->lse_in = take(&arena, its_rows * own_heads / pass->config->head_dim);
-        box->q_out = take(&arena, its_heads);
-        box->attn_out = take(&arena, its_heads);
-        if (training) {
-            box->dout_in = take(&arena, its_rows * own_heads);
-            box->dq_in = take(&arena, its_rows * own_heads);
-            box->dout_out = take(&arena, its_heads);
-        }
-    }
-    return arena.used * (int64_t)sizeof(float);
-}
-
-/* All ranks compute the same thing, or all fail. */
-static dcp_status_t
-check_identity(sequence_pass_t *pass)
-{
-    int64_t own[2] = {pass->identity, ~pass->identity}, most[2];
-    DCP_TRY(dcp_comm_allreduce(pass->comm, own, most, 2, DCP_I64, DCP_MAX));
-    return most[0] == own[0] && most[1] == own[1]
-               ? DCP_OK
-               : sequence_fail_identity(pass, pass->rank == 0 ? 1 : 0);
-}
-
-dcp_status_t
-sequence_mail_init(sequence_pass_t *pass, dcp_sharded_t *sharded, bool training)
-{
-    void *memory;
-    DCP_TRY(dcp_alloc_array(pass->cut.rank_count, (int64_t)sizeof(sequence_box_t),
-                            "boxes of a group", &memory));
-    pass->mail.boxes = memory;
-    for (int32_t rank = 0; rank < pass->cut.rank_count; rank++) {
-        pass->mail.boxes[rank] = (sequence_box_t){0};
-    }
-    DCP_TRY(check_identity(pass));
-    DCP_TRY(sequence_memory(sharded, lay_out(pass, training, NULL), &memory));
-    lay_out(pass, training, memory);
-    return DCP_OK;
-}
-
-void
-sequence_mail_fini(sequence_mail_t *mail)
-{
-    dcp_free(mail->boxes);
 }
 
 /* Columns of rows that lie apart, into or out of a box. */
@@ -156,14 +47,14 @@ pack(sequence_pass_t *pass, dcp_queue_t *queue, const sequence_view_t *own,
         sequence_heads_t heads;
         sequence_pass_heads(pass, rank, &heads);
         int64_t kv = kv_width(pass, &heads), width = head_width(pass, &heads);
-        int64_t shift = first_head(&heads) * dim;
+        int64_t shift = heads.head * dim;
         if (rank < pass->cut.ulysses) {
             DCP_TRY(copy_rows(pass, queue, box->kv_out, kv,
                               own->k + heads.kv_head * dim, own->kv_stride, kv / 2));
             DCP_TRY(copy_rows(pass, queue, box->kv_out + kv / 2, kv,
                               own->v + heads.kv_head * dim, own->kv_stride, kv / 2));
         }
-        if (!is_partner(pass, rank)) {
+        if (!sequence_pass_partner(pass, rank)) {
             continue;
         }
         DCP_TRY(copy_rows(pass, queue, box->q_out, width, own->q + shift, own->q_stride,
@@ -208,9 +99,9 @@ traffic_with(const sequence_pass_t *pass, int32_t rank)
     traffic_t t = {
         .kv_out = rows * kv_width(pass, &heads),
         .kv_in = its_rows * kv_width(pass, &pass->heads),
-        .lse_first = rows * first_head(&heads),
+        .lse_first = rows * heads.head,
     };
-    if (is_partner(pass, rank)) {
+    if (sequence_pass_partner(pass, rank)) {
         t.heads_out = rows * head_width(pass, &heads);
         t.heads_in = its_rows * head_width(pass, &pass->heads);
         t.lse_out = t.heads_out / dim;
@@ -315,7 +206,7 @@ sequence_mail_meet(sequence_pass_t *pass, dcp_queue_t *queue,
             .out_stride = width,
             .dout_stride = width,
             .dq_stride = width,
-            .head = first_head(&pass->heads),
+            .head = pass->heads.head,
             .kv_head = pass->heads.kv_head,
         };
     }
@@ -330,12 +221,12 @@ sequence_mail_part(sequence_pass_t *pass, dcp_queue_t *queue,
     DCP_TRY(exchange(pass, queue, send_results, own, backward));
     for (int32_t rank = 0; rank < pass->cut.rank_count; rank++) {
         const sequence_box_t *box = &pass->mail.boxes[rank];
-        if (!is_partner(pass, rank)) {
+        if (!sequence_pass_partner(pass, rank)) {
             continue;
         }
         sequence_heads_t heads;
         sequence_pass_heads(pass, rank, &heads);
-        int64_t width = head_width(pass, &heads), shift = first_head(&heads) * dim;
+        int64_t width = head_width(pass, &heads), shift = heads.head * dim;
         DCP_TRY(backward ? copy_rows(pass, queue, own->dq + shift, own->dq_stride,
                                      box->q_out, width, width)
                          : copy_rows(pass, queue, own->out + shift, own->out_stride,

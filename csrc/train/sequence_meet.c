@@ -52,6 +52,13 @@ sequence_pass_heads(const sequence_pass_t *pass, int32_t rank,
                       heads_p);
 }
 
+bool
+sequence_pass_partner(const sequence_pass_t *pass, int32_t rank)
+{
+    return rank != pass->rank
+           && rank / pass->cut.ulysses == pass->rank / pass->cut.ulysses;
+}
+
 static dcp_status_t
 barrier(sequence_pass_t *pass)
 {

@@ -47,7 +47,7 @@ class Job:
     "--tokens-per-step", type=int, metavar="N", help="Token budget of a step.  [default: 16384]"
 )
 @click.option("--seed", type=int, metavar="N", help="Of weights, order, dropout.  [default: 0]")
-@click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: packed]")
+@click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: dcp]")
 @click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
 @click.option("--optimizer", metavar="NAME", help="[default: adamw]")
 @click.option("--device", metavar="NAME", help="[default: cpu]")
@@ -242,7 +242,11 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         _dcp.set_memory_cap(settings.memory)
     config = settings.transformer()
     loader = make_loader(job, world)
-    sharding = {"windows": settings.plan.windows, "reduce": job.reduce}
+    sharding = {
+        "windows": settings.plan.windows,
+        "reduce": job.reduce,
+        "sequence_parallel": settings.plan.sequence_parallel,
+    }
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
         trainer = dcp.Trainer(

@@ -333,23 +333,25 @@ def test_checkpoints_of_one_mode_load_in_another(tmp_path):
             assert len(set(shas)) == 1
 
 
-def peak_bytes(world, config, mode):
-    """The most that the core held in a step of one mode, and what moved in it."""
+def held_bytes(world, config):
+    """What the core holds after a step of each mode, which lets nothing go, and what moved."""
     case = Case(config, [np.arange(9, dtype=np.int32)], [np.arange(9, dtype=np.int32)], None, 0)
-    with shard(case, world, mode) as model:
-        result = model.step(
-            [case.micro_batch([0])] * 3,
-            scale=1.0,
-            trainable=9,
-            lr=0.1,
-            step=0,
-            optimizer=dcp.optim.AdamW(lr=0.1),
-        )
-        peak = model.memory()["peak"]
-    windows, reduce = mode
-    cost = dcp.CostModel.for_model(config, windows=windows, reduce=reduce)
-    assert peak <= cost.memory([9], 1, world_size=world.size)
-    return peak, result.gathered_bytes, result.reduced_bytes
+    out = []
+    for windows, reduce in MODES:
+        with shard(case, world, (windows, reduce)) as model:
+            result = model.step(
+                [case.micro_batch([0])] * 3,
+                scale=1.0,
+                trainable=9,
+                lr=0.1,
+                step=0,
+                optimizer=dcp.optim.AdamW(lr=0.1),
+            )
+            held = model.memory()["held"]
+        cost = dcp.CostModel.for_model(config, windows=windows, reduce=reduce)
+        assert held <= cost.memory([9], 1, world_size=world.size)
+        out.append((held, result.gathered_bytes, result.reduced_bytes))
+    return out
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -375,13 +377,12 @@ def test_memory_and_traffic_of_every_mode(tied):
     embedding = sizes["embed_tokens"] if tied else 0
     whole = 4 * (max(sizes.values()) + embedding)  # bytes of the groups that a pass may hold
     saved = 4 * count * (world - 1) // world
-    modes = [dcp.launch(peak_bytes, world, (config, mode)) for mode in MODES]
-    for rank in zip(*modes, strict=True):
-        peaks, gathered, reduced = zip(*rank, strict=True)
-        assert peaks[0] - peaks[1] >= saved - 2 * whole
-        assert peaks[2] - peaks[3] >= saved - whole
+    for rank in dcp.launch(held_bytes, world, (config,)):
+        held, gathered, reduced = zip(*rank, strict=True)
+        assert held[0] - held[1] >= saved - 2 * whole
+        assert held[2] - held[3] >= saved - whole
         # windows hold both packed copies of every layer's weights, gathering one layer's
-        assert peaks[0] - peaks[2] >= 8 * count * 10 // 12 - whole - 8 * embedding
+        assert held[0] - held[2] >= 8 * count * 10 // 12 - whole - 8 * embedding
         assert reduced == (reduced[0], 3 * reduced[0], reduced[0], 3 * reduced[0])
         once = 4 * count * (world - 1) / world
         assert once <= reduced[0] <= 1.02 * once
@@ -590,3 +591,39 @@ def test_rounds_of_every_strategy(world, seed):
         for loss, grads in results:
             assert abs(loss - judge_loss) <= 1e-6 * max(abs(judge_loss), 1e-3), names[i]
             assert worst_error(grads, judge) <= 1e-5, names[i]
+
+
+def make_differently(world, case, settings):
+    with pytest.raises(dcp.MismatchError) as caught:
+        ShardedModel(**{"config": case.config, "world": world} | settings[world.rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "other"),
+    [
+        ("reduce_layer: rank 0 has 0, rank 2 has 1", {}, {"reduce": "layer"}),
+        ("no_windows: rank 0 has 1, rank 2 has 0", {"windows": False}, {}),
+        ("block_rows: rank 0 has 1, rank 2 has 4", {}, {"block_rows": 4}),
+        ("what is frozen: rank 0 has", {}, {"frozen": ["*norm*"]}),
+        ("the model: rank 0 has", {}, {"config": make_case(4).config}),
+    ],
+)
+def test_ranks_that_make_another_model_are_an_error_on_all(words, own, other):
+    """Promise 4: before a buffer is made."""
+    for text in dcp.launch(make_differently, 3, (make_case(3), [own, own, other])):
+        assert f"ranks disagree on {words}" in text
+
+
+def evaluate_only(world, case):
+    out = []
+    for mode in MODES:
+        with shard(case, world, mode, forward_only=True) as model:
+            batches = case.plan(world.size)[world.rank]
+            out.append(model.evaluate(batches, scale=case.scale))
+    return out
+
+
+def test_models_for_evaluation_in_every_mode():
+    ranks = dcp.launch(evaluate_only, 2, (make_case(5),))
+    assert len({loss for rank in ranks for loss in rank}) == 1 and ranks[0][0] > 0
