@@ -201,6 +201,10 @@ def test_any_fixed_setting_gives_the_same_losses(text: Path) -> None:
         shared = train(text, *FIXED, "--ranks", ranks, "--set", f"plan.sp={sp}")
         assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
         assert set(shared["steps"][0]["sp"]) == {sp}
+    for kind in ("ulysses", "ring"):
+        sets = ("--set", "plan.sp=3", "--set", f"plan.sequence_parallel={kind}")
+        shared = train(text, *FIXED, "--ranks", 3, *sets)
+        assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
     hashes = set()
     for recompute in ("none", "selective", "full", "{layer = 1}"):
         sets = ("--set", "plan.sp=2", "--set", f"plan.recompute={recompute}")
