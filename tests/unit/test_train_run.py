@@ -223,6 +223,16 @@ def test_without_windows_and_by_layer(text: Path, windows: str, reduce: str) -> 
     assert other["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
 
+def test_compare_with_a_fixed_setting(text: Path) -> None:
+    """plan.sp is for "fixed" alone; the others beside it choose their own."""
+    args = ("--ranks", 2, "--steps", 2, "--compare", "packed,fixed", "--set", "plan.sp=2")
+    packed, fixed = train(text, *args)["compare"]
+    assert set(fixed["steps"][0]["sp"]) == {2}
+    assert losses(packed) == pytest.approx(losses(fixed), rel=1e-5)
+    refused = train(text, "--compare", "packed,dcp", "--set", "plan.sp=2", code=2)
+    assert "plan.sp = 2 is the setting of strategy 'fixed'" in refused
+
+
 def plans(document: Any) -> list[str]:
     return [step["plan"] for step in document["steps"]]
 
