@@ -15,7 +15,7 @@ import click
 
 from dcp._env import thread_count
 from dcp.cli import InputError, common, log_to_stderr, reading_input
-from dcp.cli.compare import compare_table, loss_difference, output_of, settings_of
+from dcp.cli.compare import compare_table, loss_difference, output_of, settings_of, strategies_of
 from dcp.cli.progress import closing_table, progress
 
 
@@ -83,6 +83,11 @@ def command(
     """
     from dcp import config
 
+    if compare is not None:
+        if options["strategy"] is not None:
+            raise InputError("--compare names the strategies: leave --strategy out")
+        if "fixed" in strategies_of(compare):  # which alone may have plan.sp and plan.recompute
+            options["strategy"] = "fixed"
     settings = config.load(
         preset=preset,
         config=config_file,
@@ -92,8 +97,6 @@ def command(
     if print_config:
         click.echo(settings.to_toml(), nl=False)
         return None
-    if compare is not None and options["strategy"] is not None:
-        raise InputError("--compare names the strategies: leave --strategy out")
     if compare is not None and (settings.checkpoint.folder is not None or resume):
         raise InputError("--compare trains a fresh model each time: leave --checkpoint out")
     if compare is not None and replay is not None:
