@@ -136,7 +136,7 @@ class Settings:
     steps: int = 60
     seed: int = 0
     tokens_per_step: int = 16384
-    strategy: str = "packed"
+    strategy: str = "dcp"
     device: str = "cpu"
     memory: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -543,9 +543,6 @@ def _check(settings: Settings) -> None:
 def _check_plan(settings: Settings) -> None:
     """The one setting of "fixed" belongs to it alone, and must divide the world and the model."""
     plan, ranks = settings.plan, settings.ranks
-    for name, works in (("refit", False), ("sequence_parallel", "auto")):
-        if getattr(plan, name) != works:
-            raise UnsupportedError(f"plan.{name} = {getattr(plan, name)!r}: not in this version")
     if settings.strategy != "fixed":
         for name in ("sp", "recompute"):
             if getattr(plan, name) is not None:

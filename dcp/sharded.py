@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedModel", "StepResult", "fully_shard"]
 
 _WEIGHTS, _GRADIENTS, _ADAMW_M, _ADAMW_V = range(4)
+_SEQUENCE_KINDS = ("auto", "ulysses", "ring")  # dcp_sequence_kind_t
 
 
 class MicroBatchLike(Protocol):
@@ -123,6 +124,10 @@ class ShardedModel:
     ) -> None:
         if reduce not in ("step", "layer"):
             raise _dcp.ArgumentError(f'reduce = {reduce!r} must be "step" or "layer"')
+        if sequence_parallel not in _SEQUENCE_KINDS:
+            raise _dcp.ArgumentError(
+                f"sequence_parallel = {sequence_parallel!r} must be one of {_SEQUENCE_KINDS}"
+            )
         self.config = config
         self.world = world
         tensors = config.tensors()
@@ -136,7 +141,7 @@ class ShardedModel:
             seed=seed,
             initialise=initialise,
             forward_only=forward_only,
-            sequence_parallel=("auto", "ulysses", "ring").index(sequence_parallel),
+            sequence_parallel=_SEQUENCE_KINDS.index(sequence_parallel),
             frozen=np.array([name in self._frozen for name in self._names], np.uint8),
             no_windows=not windows,
             reduce_layer=reduce == "layer",
@@ -368,6 +373,7 @@ def fully_shard(
     frozen: Sequence[str] = (),
     windows: bool = True,
     reduce: Literal["step", "layer"] = "step",
+    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
 ) -> ShardedModel:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
 
@@ -395,6 +401,10 @@ def fully_shard(
         When gradients are summed over ranks: once a step (least traffic; every rank holds all
         gradients), or as each layer's backward pass ends (a shard of the gradients; as many times
         the traffic as there are micro-batches).
+    sequence_parallel : {"auto", "ulysses", "ring"}
+        How the ranks of a group share attention over their rows: by heads, evenly or not ("ulysses",
+        arXiv 2309.14509), by rows ("ring", arXiv 2310.01889, in zigzag order), or by heads as far
+        as the group's size and the number of heads have a common divisor, and the rest by rows.
 
     Returns
     -------
@@ -424,6 +434,7 @@ def fully_shard(
         initialise=source is None,
         windows=windows,
         reduce=reduce,
+        sequence_parallel=sequence_parallel,
     )
     if source is not None:
         for run in sharded.shards()["weights"]:

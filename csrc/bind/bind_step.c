@@ -264,6 +264,11 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
     if (comm == NULL || bind_transformer1d_config(mapping, &config) < 0) {
         return -1;
     }
+    if (sequence_kind < DCP_SEQUENCE_AUTO || sequence_kind > DCP_SEQUENCE_RING) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG, "sequence_parallel %d must lie in 0..2",
+                            sequence_kind));
+        return -1;
+    }
     PyArrayObject *mask = NULL;
     if (frozen != Py_None) {
         mask = bind_array(frozen, NPY_UINT8, 1, "frozen");

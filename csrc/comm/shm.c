@@ -6,7 +6,7 @@
  * it, and a third round agrees that all could. So a rank that lacks memory makes the
  * call fail on all ranks alike, and nothing is half made. Memory of a communicator:
  * four copies of an arena a rank, 1 MB each in the world, 256 KB in groups. Each rank
- * counts its share of the world's as held. */
+ * counts its share of the world's as held; a group's arenas take pages when used. */
 #define _GNU_SOURCE
 #include "shm.h"
 
@@ -61,14 +61,15 @@ comm_layout(int64_t size, bool is_world)
     return layout;
 }
 
-/* Makes the memory of a communicator; rows and channels take pages when first used. */
+/* Makes the memory of a communicator; rows and channels take pages when first used, and
+ * so do the arenas of a group: most groups only ever meet in barriers. */
 static dcp_status_t
 make_memory(int32_t size, bool is_world, int *fd_p, shm_map_t **map_p)
 {
     layout_t layout = comm_layout(size, is_world);
     DCP_TRY(comm_memory_check(layout.rows, "memory of a communicator"));
-    return shm_map_create(layout.total, layout.rows, "memory of a communicator", fd_p,
-                          map_p);
+    return shm_map_create(layout.total, is_world ? layout.rows : layout.arenas,
+                          "memory of a communicator", fd_p, map_p);
 }
 
 static void

@@ -5,6 +5,8 @@
  *   sequence_pool.c       the communicators of groups, the window that holds arenas
  *   sequence_pass.c       one micro-batch: this rank's batch, meeting the others
  *   sequence_meet.c       meetings; running a micro-batch
+ *   sequence_mail.c       the same by messages, where there are no windows
+ *   sequence_boxes.c      where messages' rows lie
  *   sequence_attention.c  attention over the rows of all ranks, forward
  *   sequence_gradient.c   the same backward
  *
@@ -18,6 +20,7 @@
 #include "train_private.h"
 
 #include <stdbool.h>
+#include <stdint.h>
 
 /* Part of one sequence that lies with one rank, its rows one after the other. */
 typedef struct sequence_fragment {
@@ -54,7 +57,8 @@ enum { SEQUENCE_RUNS = 3 };
 
 /* The heads of one part of a slot. */
 typedef struct sequence_heads {
-    int64_t kv_head, kv_count; /* key-value heads that it reads */
+    int64_t head, head_count;  /* its query heads */
+    int64_t kv_head, kv_count; /* key-value heads that these read */
     int32_t run_count;
     sequence_run_t runs[SEQUENCE_RUNS];
 } sequence_heads_t;
@@ -64,27 +68,40 @@ int32_t sequence_ulysses(const dcp_transformer1d_config_t *config, int32_t rank_
 void sequence_heads_of(const dcp_transformer1d_config_t *config, int32_t ulysses,
                        int32_t part, sequence_heads_t *heads_p);
 
-/* Where a rank's arrays lie, told to the group before they are read: bytes from the
- * base of its part of the window. */
-typedef struct sequence_notice {
-    int64_t identity; /* of the micro-batch and the call: the same on all ranks */
-    int64_t q, k, v, out, lse;
-    int64_t dout, dq; /* backward */
-    int64_t partial;  /* backward: dk and dv of all rows */
-} sequence_notice_t;
+/* Where this rank finds the rows of a rank, for one call. Columns begin at the heads
+ * named. */
+typedef struct sequence_view {
+    float *q, *k, *v, *out, *lse; /* lse: [heads, rows] */
+    float *dout, *dq;             /* backward */
+    float *partial; /* dk and dv of this rank's rows that the rank's queries give */
+    int64_t q_stride, kv_stride, out_stride, dout_stride, dq_stride;
+    int64_t head, kv_head;
+} sequence_view_t;
 
 enum {
-    SEQUENCE_NOTICE_BYTES = 128, /* of the space for one; there are two, used in turn */
-    SEQUENCE_HEAD_BYTES = 256,   /* of both, at the beginning of a part; then */
-                                 /* come the exchange and the model's arena */
-};
+    SEQUENCE_HEAD_BYTES = 256
+}; /* of a part of the window, for notices; then come
+      the exchange and the model's arena */
+
+/* Where rows lie that come and go in messages, for one rank: NULL where none do. */
+typedef struct sequence_box {
+    float *kv_in;                                    /* [its rows, 2, kv_count, D] */
+    float *q_in, *out_in, *dout_in, *dq_in, *lse_in; /* [its rows, own heads, D] */
+    float *q_out, *attn_out, *dout_out;              /* [own rows, its heads, D] */
+    float *kv_out;     /* [own rows, 2, its kv_count, D] */
+    float *partial_in; /* [own rows, 2, its kv_count, D] */
+} sequence_box_t;
+
+typedef struct sequence_mail {
+    sequence_box_t *boxes; /* owned, [p]; NULL: window */
+} sequence_mail_t;
 
 /* One micro-batch in flight. */
 typedef struct sequence_pass {
     const dcp_device_ops_t *device;
     const dcp_transformer1d_config_t *config;
-    const dcp_window_t *window;
-    dcp_comm_t *comm;         /* of the group */
+    const dcp_window_t *window; /* NULL: ranks exchange messages */
+    dcp_comm_t *comm;           /* of the group */
     int32_t first_rank, rank; /* of the group in the world; of this rank in the group */
     bool keeps_qkv;           /* a layer's q, k, v lie alone until its backward pass */
     const dcp_batch_t *whole; /* the micro-batch */
@@ -96,7 +113,9 @@ typedef struct sequence_pass {
     void *own_arrays; /* owned: what `own` points to */
     dcp_batch_t own;  /* this rank's rows */
     dcp_attention_hook_t hook;
+    sequence_view_t *views; /* owned, [p] */
     float *exchange; /* [T, 2, kv_count, D]: keys and values, or partial gradients */
+    sequence_mail_t mail;
     int64_t identity;
     uint64_t turn;     /* calls so far */
     int64_t waited_ns; /* for others */
@@ -111,30 +130,34 @@ dcp_status_t sequence_pass_init(sequence_pass_t *pass, dcp_sharded_t *sharded,
                                 const dcp_micro_batch_t *micro, bool training);
 void sequence_pass_fini(sequence_pass_t *pass);
 sequence_spans_t sequence_pass_spans(const sequence_pass_t *pass, int32_t rank);
-/* Waits for what is queued, shows `notice` to the group and waits for theirs. */
+/* Another rank of this one's slot? */
+bool sequence_pass_partner(const sequence_pass_t *pass, int32_t rank);
+/* Waits until views[] shows every rank's rows of this call; `own` shows this rank's. */
 dcp_status_t sequence_pass_meet(sequence_pass_t *pass, dcp_queue_t *queue,
-                                const sequence_notice_t *notice);
-/* Waits for what is queued, here and on all ranks. */
-dcp_status_t sequence_pass_wait(sequence_pass_t *pass, dcp_queue_t *queue);
-/* The notice of the latest meeting. */
-const sequence_notice_t *sequence_pass_notice(const sequence_pass_t *pass,
-                                              int32_t rank);
-/* A place that a rank told in its notice. */
-float *sequence_pass_place(const sequence_pass_t *pass, int32_t rank, int64_t offset);
-
-int64_t sequence_place_of(const sequence_pass_t *pass, const float *pointer);
+                                const sequence_view_t *own, bool backward);
+/* Waits until what others computed of this rank's rows has arrived. */
+dcp_status_t sequence_pass_part(sequence_pass_t *pass, dcp_queue_t *queue,
+                                const sequence_view_t *own, bool backward);
 int64_t sequence_pass_rows(const sequence_pass_t *pass, int32_t rank);
+void sequence_pass_heads(const sequence_pass_t *pass, int32_t rank,
+                         sequence_heads_t *heads_p);
+
+/* The same by messages: sequence_mail.c. */
+dcp_status_t sequence_mail_init(sequence_pass_t *pass, dcp_sharded_t *sharded,
+                                bool training);
+dcp_status_t sequence_mail_meet(sequence_pass_t *pass, dcp_queue_t *queue,
+                                const sequence_view_t *own, bool backward);
+dcp_status_t sequence_mail_part(sequence_pass_t *pass, dcp_queue_t *queue,
+                                const sequence_view_t *own, bool backward);
+void sequence_mail_fini(sequence_mail_t *mail);
+/* This rank and `rank` do not compute the same thing. */
+dcp_status_t sequence_fail_identity(const sequence_pass_t *pass, int32_t rank);
 
 /* What forward and backward share. */
-typedef struct sequence_shape {
-    int64_t dim, heads, kv_heads;
-    int64_t qkv;      /* floats of a row of q, k and v */
-    int64_t gathered; /* floats of a row of the exchange part */
-} sequence_shape_t;
-
-sequence_shape_t sequence_pass_shape(const sequence_pass_t *pass);
-sequence_notice_t sequence_notice_of(const sequence_pass_t *pass,
-                                     const dcp_attention_args_t *args);
+sequence_view_t sequence_view_of(const sequence_pass_t *pass,
+                                 const dcp_attention_args_t *args);
+/* Floats of a row of the exchange part. */
+int64_t sequence_pass_gathered(const sequence_pass_t *pass);
 /* The arguments for one run of heads and the query rows of rank `rank`; keys and
  * offsets (int32) are the caller's. */
 dcp_attention_args_t sequence_query_args(const sequence_pass_t *pass,
@@ -153,6 +176,8 @@ int64_t sequence_need(const dcp_sharded_t *sharded, const dcp_micro_batch_t *mic
 /* Collective: communicators for args' groups, and a window for its micro-batches. */
 dcp_status_t sequence_prepare(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                               bool training);
+/* Memory of this rank for one micro-batch at a time, kept. */
+dcp_status_t sequence_memory(dcp_sharded_t *sharded, int64_t bytes, void **memory_p);
 const dcp_window_t *sequence_window(const dcp_sharded_t *sharded); /* or NULL */
 /* NULL where this step has none of that group. */
 dcp_comm_t *sequence_comm(const dcp_sharded_t *sharded, int32_t first, int32_t count);

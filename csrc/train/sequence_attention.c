@@ -13,43 +13,26 @@
  * overwrites what slower ranks still read. */
 #include "sequence.h"
 
-sequence_shape_t
-sequence_pass_shape(const sequence_pass_t *pass)
-{
-    const dcp_transformer1d_config_t *config = pass->config;
-    int64_t heads = config->num_attention_heads, kv = config->num_key_value_heads;
-    return (sequence_shape_t){
-        .dim = config->head_dim,
-        .heads = heads,
-        .kv_heads = kv,
-        .qkv = (heads + 2 * kv) * config->head_dim,
-        .gathered = 2 * pass->heads.kv_count * config->head_dim,
-    };
-}
-
 int64_t
-sequence_place_of(const sequence_pass_t *pass, const float *pointer)
+sequence_pass_gathered(const sequence_pass_t *pass)
 {
-    const char *base = dcp_window_base(pass->window, pass->first_rank + pass->rank);
-    return (const char *)(const void *)pointer - base;
+    return 2 * pass->heads.kv_count * pass->config->head_dim;
 }
 
-sequence_notice_t
-sequence_notice_of(const sequence_pass_t *pass, const dcp_attention_args_t *args)
+sequence_view_t
+sequence_view_of(const sequence_pass_t *pass, const dcp_attention_args_t *args)
 {
-    return (sequence_notice_t){
-        .q = sequence_place_of(pass, args->q),
-        .k = sequence_place_of(pass, args->k),
-        .v = sequence_place_of(pass, args->v),
-        .out = sequence_place_of(pass, args->out),
-        .lse = sequence_place_of(pass, args->lse),
+    (void)pass;
+    return (sequence_view_t){
+        .q = (float *)(uintptr_t)args->q,
+        .k = (float *)(uintptr_t)args->k,
+        .v = (float *)(uintptr_t)args->v,
+        .out = args->out,
+        .lse = args->lse,
+        .q_stride = args->q_stride,
+        .kv_stride = args->k_stride,
+        .out_stride = args->out_stride,
     };
-}
-
-int64_t
-sequence_pass_rows(const sequence_pass_t *pass, int32_t rank)
-{
-    return pass->cut.first_row[rank + 1] - pass->cut.first_row[rank];
 }
 
 /* Number of a fragment's first token in the micro-batch. */
@@ -63,20 +46,20 @@ static dcp_status_t
 gather_rows(sequence_pass_t *pass, dcp_queue_t *queue, int32_t rank, int64_t row,
             int64_t token, int64_t count)
 {
-    sequence_shape_t shape = sequence_pass_shape(pass);
-    const sequence_notice_t *notice = sequence_pass_notice(pass, rank);
-    int64_t width = pass->heads.kv_count * shape.dim;
-    int64_t shift = row * shape.qkv + pass->heads.kv_head * shape.dim;
+    const sequence_view_t *view = &pass->views[rank];
+    int64_t dim = pass->config->head_dim, width = pass->heads.kv_count * dim;
+    int64_t shift = row * view->kv_stride + (pass->heads.kv_head - view->kv_head) * dim;
+    int64_t gathered = sequence_pass_gathered(pass);
     dcp_row_add_args_t copy = {
         .rows = count,
         .width = width,
-        .a = sequence_pass_place(pass, rank, notice->k) + shift,
-        .out = pass->exchange + token * shape.gathered,
-        .a_stride = shape.qkv,
-        .out_stride = shape.gathered,
+        .a = view->k + shift,
+        .out = pass->exchange + token * gathered,
+        .a_stride = view->kv_stride,
+        .out_stride = gathered,
     };
     DCP_TRY(pass->device->row_add(queue, &copy));
-    copy.a = sequence_pass_place(pass, rank, notice->v) + shift;
+    copy.a = view->v + shift;
     copy.out += width;
     return pass->device->row_add(queue, &copy);
 }
@@ -115,13 +98,14 @@ dcp_attention_args_t
 sequence_query_args(const sequence_pass_t *pass, const dcp_attention_args_t *own,
                     int32_t rank, const sequence_run_t *run)
 {
-    const sequence_notice_t *notice = sequence_pass_notice(pass, rank);
-    int64_t shift = run->head * pass->config->head_dim;
+    const sequence_view_t *view = &pass->views[rank];
+    int64_t head = run->head - view->head, dim = pass->config->head_dim;
     dcp_attention_args_t args = *own;
-    args.q = sequence_pass_place(pass, rank, notice->q) + shift;
-    args.out = sequence_pass_place(pass, rank, notice->out) + shift;
-    args.lse = sequence_pass_place(pass, rank, notice->lse)
-               + run->head * sequence_pass_rows(pass, rank);
+    args.q = view->q + head * dim;
+    args.out = view->out + head * dim;
+    args.lse = view->lse + head * sequence_pass_rows(pass, rank);
+    args.q_stride = view->q_stride;
+    args.out_stride = view->out_stride;
     args.query_rows = sequence_pass_rows(pass, rank);
     args.heads = run->head_count;
     args.kv_heads = run->kv_count;
@@ -133,12 +117,12 @@ static dcp_status_t
 attend(sequence_pass_t *pass, dcp_queue_t *queue, const dcp_attention_args_t *own,
        int32_t rank, const sequence_run_t *run)
 {
-    sequence_shape_t shape = sequence_pass_shape(pass);
+    int64_t dim = pass->config->head_dim;
     sequence_spans_t spans = sequence_pass_spans(pass, rank);
     dcp_attention_args_t args = sequence_query_args(pass, own, rank, run);
-    args.k = pass->exchange + (run->kv_head - pass->heads.kv_head) * shape.dim;
-    args.v = args.k + pass->heads.kv_count * shape.dim;
-    args.k_stride = args.v_stride = shape.gathered;
+    args.k = pass->exchange + (run->kv_head - pass->heads.kv_head) * dim;
+    args.v = args.k + pass->heads.kv_count * dim;
+    args.k_stride = args.v_stride = sequence_pass_gathered(pass);
     args.offsets = spans.offsets;
     args.key_offsets = spans.key_begins;
     args.key_ends = spans.key_ends;
@@ -154,8 +138,8 @@ sequence_forward(void *state, dcp_queue_t *queue, int64_t layer,
     (void)layer;
     sequence_pass_t *pass = state;
     const sequence_cut_t *cut = &pass->cut;
-    sequence_notice_t notice = sequence_notice_of(pass, args);
-    DCP_TRY(sequence_pass_meet(pass, queue, &notice));
+    sequence_view_t own = sequence_view_of(pass, args);
+    DCP_TRY(sequence_pass_meet(pass, queue, &own, false));
     if (pass->heads.run_count > 0) {
         DCP_TRY(gather(pass, queue));
     }
@@ -166,6 +150,7 @@ sequence_forward(void *state, dcp_queue_t *queue, int64_t layer,
             DCP_TRY(attend(pass, queue, args, rank, &pass->heads.runs[i]));
         }
     }
-    return cut->ulysses == 1 && pass->keeps_qkv ? DCP_OK
-                                                : sequence_pass_wait(pass, queue);
+    return cut->ulysses == 1 && pass->keeps_qkv
+               ? DCP_OK
+               : sequence_pass_part(pass, queue, &own, false);
 }

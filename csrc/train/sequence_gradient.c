@@ -17,22 +17,24 @@ gradient_args(const sequence_pass_t *pass, const dcp_attention_backward_args_t *
               int32_t rank, int32_t key_rank, int64_t key_row,
               const sequence_run_t *run)
 {
-    sequence_shape_t shape = sequence_pass_shape(pass);
-    const sequence_notice_t *notice = sequence_pass_notice(pass, rank);
-    const sequence_notice_t *keys = sequence_pass_notice(pass, key_rank);
-    int64_t shift = run->head * shape.dim;
-    int64_t key_shift = key_row * shape.qkv + run->kv_head * shape.dim;
+    const sequence_view_t *view = &pass->views[rank], *keys = &pass->views[key_rank];
+    int64_t dim = pass->config->head_dim, gathered = sequence_pass_gathered(pass);
+    int64_t shift = (run->head - view->head) * dim;
+    int64_t key_shift =
+        key_row * keys->kv_stride + (run->kv_head - keys->kv_head) * dim;
     dcp_attention_backward_args_t args = *own;
     args.forward = sequence_query_args(pass, &own->forward, rank, run);
-    args.forward.k = sequence_pass_place(pass, key_rank, keys->k) + key_shift;
-    args.forward.v = sequence_pass_place(pass, key_rank, keys->v) + key_shift;
-    args.dout = sequence_pass_place(pass, rank, notice->dout) + shift;
-    args.dq = sequence_pass_place(pass, rank, notice->dq) + shift;
-    args.dk = pass->exchange
-              + (pass->cut.first_row[key_rank] + key_row) * shape.gathered
-              + (run->kv_head - pass->heads.kv_head) * shape.dim;
-    args.dv = args.dk + pass->heads.kv_count * shape.dim;
-    args.dk_stride = args.dv_stride = shape.gathered;
+    args.forward.k = keys->k + key_shift;
+    args.forward.v = keys->v + key_shift;
+    args.forward.k_stride = args.forward.v_stride = keys->kv_stride;
+    args.dout = view->dout + shift;
+    args.dq = view->dq + shift;
+    args.dout_stride = view->dout_stride;
+    args.dq_stride = view->dq_stride;
+    args.dk = pass->exchange + (pass->cut.first_row[key_rank] + key_row) * gathered
+              + (run->kv_head - pass->heads.kv_head) * dim;
+    args.dv = args.dk + pass->heads.kv_count * dim;
+    args.dk_stride = args.dv_stride = gathered;
     return args;
 }
 
@@ -85,7 +87,7 @@ static dcp_status_t
 clear_others(sequence_pass_t *pass, dcp_queue_t *queue)
 {
     const sequence_cut_t *cut = &pass->cut;
-    int64_t width = sequence_pass_shape(pass).gathered;
+    int64_t width = sequence_pass_gathered(pass);
     int32_t first = pass->rank / cut->ulysses * cut->ulysses;
     int64_t begin = cut->first_row[first];
     int64_t end = cut->first_row[first + cut->ulysses];
@@ -136,11 +138,9 @@ sum_partials(sequence_pass_t *pass, dcp_queue_t *queue,
     int64_t dim = pass->config->head_dim, covered = 0;
     for (int32_t rank = 0; rank < cut->rank_count; rank++) {
         sequence_heads_t heads;
-        sequence_heads_of(pass->config, cut->ulysses, rank % cut->ulysses, &heads);
+        sequence_pass_heads(pass, rank, &heads);
         int64_t stride = 2 * heads.kv_count * dim;
-        const float *partial =
-            sequence_pass_place(pass, rank, sequence_pass_notice(pass, rank)->partial)
-            + cut->first_row[pass->rank] * stride;
+        const float *partial = pass->views[rank].partial;
         for (int64_t kv = 0; kv < heads.kv_count;) {
             int64_t head = heads.kv_head + kv;
             bool adds = head < covered;
@@ -174,15 +174,16 @@ sequence_backward(void *state, dcp_queue_t *queue, int64_t layer,
 {
     (void)layer;
     sequence_pass_t *pass = state;
-    sequence_notice_t notice = sequence_notice_of(pass, &args->forward);
-    notice.dout = sequence_place_of(pass, args->dout);
-    notice.dq = sequence_place_of(pass, args->dq);
-    notice.partial = sequence_place_of(pass, pass->exchange);
-    DCP_TRY(sequence_pass_meet(pass, queue, &notice));
+    sequence_view_t own = sequence_view_of(pass, &args->forward);
+    own.dout = (float *)(uintptr_t)args->dout;
+    own.dq = args->dq;
+    own.dout_stride = args->dout_stride;
+    own.dq_stride = args->dq_stride;
+    DCP_TRY(sequence_pass_meet(pass, queue, &own, true));
     if (pass->heads.run_count > 0) {
         DCP_TRY(backward_heads(pass, queue, args));
     }
-    DCP_TRY(sequence_pass_wait(pass, queue));
+    DCP_TRY(sequence_pass_part(pass, queue, &own, true));
     return sequence_pass_rows(pass, pass->rank) > 0 ? sum_partials(pass, queue, args)
                                                     : DCP_OK;
 }

@@ -44,7 +44,8 @@ sequence_heads_of(const dcp_transformer1d_config_t *config, int32_t ulysses,
     int64_t share = heads / ulysses, more = heads % ulysses;
     int64_t head = part * share + (part < more ? part : more);
     int64_t end = head + share + (part < more);
-    sequence_heads_t result = {.kv_head = head / group};
+    sequence_heads_t result = {
+        .head = head, .head_count = end - head, .kv_head = head / group};
     if (end > head) {
         result.kv_count = (end - 1) / group + 1 - result.kv_head;
     }

@@ -1,25 +1,17 @@
-/* One micro-batch of a group: this rank's batch, and meeting the others.
+/* One micro-batch of a group: what this rank knows of it, and its own batch.
  *
- * A rank's part of the window is
+ * Fragments in the order of the sequences say which keys a query fragment reads; spans
+ * are the same as offsets for attention. Labels, weights and dropout numbers belong to
+ * tokens, so that cutting sequences loses none.
  *
- *   notice 0 | notice 1 | exchange | arena
- *
- * Before others read a layer's arrays a rank writes where they lie in its arena into a
- * notice and enters a barrier; two notices in turn, since a rank may be one meeting
- * ahead of another. A notice carries the identity of micro-batch, pass and call, so
- * that ranks that do not compute the same thing fail, all of them, instead of mixing
- * rows. The last barrier of a micro-batch keeps the window as it is until all have read
- * it. Labels and dropout numbers belong to tokens, so cutting loses none.
- *
- * Memory beside the window: 24 + 12 bytes a fragment that is this slot's, 33 a fragment
- * of the group, 28 a row of this rank. */
+ * Memory beside the window: 33 bytes a fragment of the group, 12 a fragment of this
+ * slot, 24 a row and 8 a fragment of this rank; fragments are no more than tokens and a
+ * few a rank. */
 #include "sequence.h"
 
 #include "dcp/alloc.h"
-#include "dcp/clock.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 enum { ALIGN_BYTES = 64 };
 
@@ -160,7 +152,7 @@ fill_batch(sequence_pass_t *pass)
     int64_t count = cut->first_fragment[pass->rank + 1] - first;
     int64_t rows = cut->first_row[pass->rank + 1] - cut->first_row[pass->rank];
     void *memory;
-    DCP_TRY(dcp_alloc_array(rows * 2 + count + 1 + 2 * rows, (int64_t)sizeof(int64_t),
+    DCP_TRY(dcp_alloc_array(3 * rows + count + 1, (int64_t)sizeof(int64_t),
                             "rows of a rank", &memory));
     pass->own_arrays = memory;
     int64_t *row_ids = memory, *offsets = row_ids + rows;
@@ -243,6 +235,19 @@ check(const sequence_pass_t *pass, const dcp_micro_batch_t *micro)
     return DCP_OK;
 }
 
+/* The exchange part and the model's arena lie in this rank's part of the window. */
+static void
+use_window(sequence_pass_t *pass, dcp_sharded_t *sharded)
+{
+    int32_t rank = dcp_comm_rank(sharded->comm);
+    char *base = dcp_window_base(pass->window, rank);
+    int64_t start = SEQUENCE_HEAD_BYTES
+                    + exchange_bytes(pass->config, pass->cut.token_count, &pass->heads);
+    pass->exchange = (float *)(void *)(base + SEQUENCE_HEAD_BYTES);
+    dcp_model_set_arena(sharded->model, base + start,
+                        dcp_window_bytes(pass->window, rank) - start);
+}
+
 dcp_status_t
 sequence_pass_init(sequence_pass_t *pass, dcp_sharded_t *sharded,
                    const dcp_micro_batch_t *micro, bool training)
@@ -265,13 +270,15 @@ sequence_pass_init(sequence_pass_t *pass, dcp_sharded_t *sharded,
     DCP_TRY(check(pass, micro));
     sequence_heads_of(pass->config, ulysses, pass->rank % ulysses, &pass->heads);
     pass->identity = identity_of(micro, ulysses, training);
-    char *base = dcp_window_base(pass->window, dcp_comm_rank(sharded->comm));
-    pass->exchange = (float *)(void *)(base + SEQUENCE_HEAD_BYTES);
-    int64_t start = SEQUENCE_HEAD_BYTES
-                    + exchange_bytes(pass->config, pass->cut.token_count, &pass->heads);
-    dcp_model_set_arena(sharded->model, base + start,
-                        dcp_window_bytes(pass->window, dcp_comm_rank(sharded->comm))
-                            - start);
+    void *memory;
+    DCP_TRY(dcp_alloc_array(micro->rank_count, (int64_t)sizeof(sequence_view_t),
+                            "rows of other ranks", &memory));
+    pass->views = memory;
+    if (pass->window == NULL) {
+        DCP_TRY(sequence_mail_init(pass, sharded, training));
+    } else {
+        use_window(pass, sharded);
+    }
     DCP_TRY(order_fragments(pass));
     DCP_TRY(fill_spans(pass));
     return fill_batch(pass);
@@ -284,5 +291,7 @@ sequence_pass_fini(sequence_pass_t *pass)
     dcp_free(pass->spans);
     dcp_free(pass->wanted);
     dcp_free(pass->order);
+    dcp_free(pass->views);
+    sequence_mail_fini(&pass->mail);
     sequence_cut_fini(&pass->cut);
 }

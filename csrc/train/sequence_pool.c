@@ -18,8 +18,10 @@ typedef struct pool_comm {
 } pool_comm_t;
 
 struct sequence_pool {
-    dcp_window_t *window; /* owned; NULL: none yet */
-    pool_comm_t *comms;   /* owned, [comm_count] */
+    dcp_window_t *window; /* owned; NULL: none yet, or none wanted */
+    void *memory;         /* owned: instead of a window */
+    int64_t memory_bytes;
+    pool_comm_t *comms; /* owned, [comm_count] */
     int64_t comm_count, comm_cap;
     int64_t needs[]; /* [ranks] */
 };
@@ -53,6 +55,20 @@ const dcp_window_t *
 sequence_window(const dcp_sharded_t *sharded)
 {
     return sharded->sequence_pool != NULL ? sharded->sequence_pool->window : NULL;
+}
+
+dcp_status_t
+sequence_memory(dcp_sharded_t *sharded, int64_t bytes, void **memory_p)
+{
+    sequence_pool_t *pool = sharded->sequence_pool;
+    if (pool->memory == NULL || bytes > pool->memory_bytes) {
+        dcp_free(pool->memory);
+        pool->memory = NULL;
+        DCP_TRY(dcp_alloc(bytes, "rows of other ranks", &pool->memory));
+        pool->memory_bytes = bytes;
+    }
+    *memory_p = pool->memory;
+    return DCP_OK;
 }
 
 static dcp_status_t
@@ -179,6 +195,9 @@ sequence_prepare(dcp_sharded_t *sharded, const dcp_step_args_t *args, bool train
     while (!done) {
         DCP_TRY(split_some(sharded, args, &done));
     }
+    if (sharded->no_windows) {
+        return DCP_OK;
+    }
     int64_t need = 0;
     for (int64_t i = 0; i < args->batch_count; i++) {
         int64_t bytes = sequence_need(sharded, &args->batches[i], training);
@@ -194,6 +213,7 @@ sequence_pool_destroy(sequence_pool_t *pool)
         return;
     }
     dcp_window_destroy(pool->window);
+    dcp_free(pool->memory);
     for (int64_t i = 0; i < pool->comm_count; i++) {
         dcp_comm_destroy(pool->comms[i].comm);
     }

@@ -47,6 +47,8 @@ class Case:
     kind: str = "auto"
     recompute: tuple[int, int] = (0, 0)
     device: str = "cpu"
+    windows: bool = True
+    reduce: str = "step"
 
     @property
     def scale(self) -> float:
@@ -73,10 +75,14 @@ class Case:
         )
 
     def batches(self, rank: int) -> list[MicroBatch]:
+        """Where ranks move together, each micro-batch is a round and others idle in it."""
+        in_rounds = not self.windows or self.reduce == "layer"
         return [
             self.micro_batch(first, count, chosen)
-            for first, count, chosen in self.plan
             if first <= rank < first + count
+            else self.micro_batch(rank, 1, [])
+            for first, count, chosen in self.plan
+            if in_rounds or first <= rank < first + count
         ]
 
 
@@ -136,7 +142,13 @@ def gradients_of(world, cases):
     out = []
     for case in cases:
         with dcp.ShardedModel(
-            case.config, world, seed=3, sequence_parallel=case.kind, device=case.device
+            case.config,
+            world,
+            seed=3,
+            sequence_parallel=case.kind,
+            device=case.device,
+            windows=case.windows,
+            reduce=case.reduce,
         ) as model:
             tensors = {name: np.array(x) for name, x in model.parameters().items()}
             loss, grads = model.loss_and_gradients(
