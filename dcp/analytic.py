@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICES", "Device", "Shape", "config_named", "device_named"]
 
-_RUNTIME_BYTES = 4.5 * 2**20  # four arenas of 1 MiB for collectives, and tables
+_RUNTIME_BYTES = 5 * 2**20  # four arenas of 1 MiB for collectives, and tables
 _PADDED = 1.002  # of a buffer over its tensors, measured 1.0005 and less
 FLOP_RATES = ("matmul_flops_per_s", "attention_flops_per_s", "attention_backward_flops_per_s")
 _PAIRS = ("collective_s", "hop_s", "exchange_bytes_per_s", "ring_bytes_per_s")
@@ -479,8 +479,9 @@ def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) 
 
     Beside shards a rank holds whole gradients, or whole groups of them, and without windows a whole
     group of weights; a tied embedding has a place of its own, since the head uses it too. Then
-    there are a rank's share of the world's staging memory, the tables of buffers and layouts, and
-    the padding of buffers, so that rank borders cut no block.
+    there are a rank's share of the world's staging memory, the tables of buffers and layouts, the
+    padding of buffers, so that rank borders cut no block, and the table of rotary angles at its
+    largest, since one micro-batch's table can stay beside the activations of another.
     """
     if reduce not in ("step", "layer"):
         raise ArgumentError(f"reduce = {reduce!r} must be 'step' or 'layer'")
@@ -489,18 +490,24 @@ def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) 
     groups = [sum(sizes[name] for name in names) for _, names in config.groups()]
     embedding = groups.pop(0) if config.tie_word_embeddings else 0
     gathered = 0 if windows else max(groups) + embedding
+    once = _RUNTIME_BYTES + host_rotary_bytes(config, config.max_position_embeddings)
     whole = count if reduce == "step" else (2 if windows else 1) * max(groups) + embedding
     return {
-        "fixed_bytes": 4.0 * _PADDED * (whole + gathered) + _RUNTIME_BYTES,
+        "fixed_bytes": 4.0 * _PADDED * (whole + gathered) + once,
         "sharded_bytes": (12.0 if reduce == "step" else 16.0) * _PADDED * count,
     }
+
+
+def host_rotary_bytes(config: Transformer1D, tokens: int) -> int:
+    """Bytes of the table of rotary angles for sequences of up to so many tokens."""
+    rows = min(-(-tokens // 256) * 256, config.max_position_embeddings)
+    return 4 * rows * config.head_dim
 
 
 def host_group_token_bytes(shape: Shape) -> float:
     """Bytes that each rank of a group holds for every token of the group, whoever computes it.
 
-    Its copy of one layer's keys and values, then its partial gradients of them, in fp32; a row of
-    rotary angles, since positions run over the whole sequence; at most 72 bytes of tables that say
-    which rank holds which rows, and of this rank's part of the batch.
+    Its copy of one layer's keys and values, then its partial gradients of them, in fp32; at most 72
+    bytes of tables that say which rank holds which rows, and of this rank's part of the batch.
     """
-    return 2.0 * shape.key_width * 4 + shape.head_dim * 4 + 72.0
+    return 2.0 * shape.key_width * 4 + 72.0

@@ -395,7 +395,7 @@ class BucketLoader(PlannedSteps[BucketStep]):
         cost: CostModel,
         *,
         tokens_per_step: int,
-        strategy: str = "packed",
+        strategy: str = "dcp",
         seed: int = 0,
         memory_bytes: int | None = None,
         weighting: Literal["token", "sequence"] = "token",
@@ -476,7 +476,7 @@ class BucketLoader(PlannedSteps[BucketStep]):
         bucket = np.repeat(made.bucket[position:last], counts)
         tokens = np.array([b.tokens for b in self.buckets], np.int64)
         lengths = tokens[bucket]
-        plan = self._plan(lengths)
+        plan = self._plan(lengths, index)
         scale = 1.0 / int(lengths.sum())
         micro_batches: list[ClipBatch] = []
         for number, planned in enumerate(in_rounds(plan, self.rank)):

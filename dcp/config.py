@@ -136,7 +136,7 @@ class Settings:
     steps: int = 60
     seed: int = 0
     tokens_per_step: int = 16384
-    strategy: str = "packed"
+    strategy: str = "dcp"
     device: str = "cpu"
     memory: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -543,8 +543,6 @@ def _check(settings: Settings) -> None:
 def _check_plan(settings: Settings) -> None:
     """The one setting of "fixed" belongs to it alone, and must divide the world and the model."""
     plan, ranks = settings.plan, settings.ranks
-    if plan.refit:
-        raise UnsupportedError(f"plan.refit = {plan.refit!r}: not in this version")
     if settings.strategy != "fixed":
         for name in ("sp", "recompute"):
             if getattr(plan, name) is not None:

@@ -360,7 +360,8 @@ class CostModel:
         thread_count = _env.thread_count(1) if threads is None else threads
 
         def held(tokens: int, recompute: tuple[int, int]) -> int:
-            return config.activation_bytes(tokens, threads=thread_count, recompute=recompute)
+            bytes_ = config.activation_bytes(tokens, threads=thread_count, recompute=recompute)
+            return bytes_ - analytic.host_rotary_bytes(config, tokens)  # in the fixed part
 
         return cls(
             **analytic.time_fields(shape, chosen),

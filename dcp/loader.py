@@ -10,7 +10,7 @@ ahead, in a thread, and hands a rank its own micro-batches only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -198,13 +198,102 @@ class PlannedSteps(Generic[S]):
     """
 
     def __init__(self, world: WorldLike, cost: CostModel, options: Mapping[str, Any]) -> None:
-        self.cost = cost
+        self._costs: list[tuple[int, CostModel]] = [(0, cost)]
         self.rank, self.size = int(world.rank), int(world.size)
         self._options = {"world_size": self.size, **options}
         self._epoch, self._position, self._index = 0, 0, 0
 
-    def _plan(self, lengths: NDArray[np.int64]) -> Plan:
-        return plan(lengths, self.cost, **self._options)
+    def _plan(self, lengths: NDArray[np.int64], index: int = 0) -> Plan:
+        """The plan of step `index`, with the cost model that was set for it."""
+        return plan(lengths, self._cost_at(index), **self._options)
+
+    def _cost_at(self, index: int) -> CostModel:
+        return next(cost for first, cost in reversed(self._costs) if first <= index)
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of the next step.
+
+        Examples
+        --------
+        See `use_cost`.
+        """
+        return self._cost_at(self._index)
+
+    def use_cost(self, cost: CostModel, *, first: int) -> None:
+        """Plan steps from `first` on with another cost model. Call it on every rank alike.
+
+        Parameters
+        ----------
+        cost : dcp.CostModel
+        first : int
+            Number of a step that is not being planned yet: while step n runs, step n + 1 is.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            The step is planned already, or being planned.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from types import SimpleNamespace
+        >>> text = dcp.data.TextFiles("stdlib", max_length=512)
+        >>> world, cost = SimpleNamespace(rank=0, size=2), dcp.CostModel(token_s=1.0)
+        >>> loader = dcp.Loader(text, world, cost, tokens_per_step=4096)
+        >>> steps = iter(loader)
+        >>> loader.use_cost(dcp.CostModel(token_s=2.0), first=next(steps).index + 2)
+        >>> [next(steps).plan.cost.token_s for _ in range(2)]
+        [1.0, 2.0]
+        """
+        if whole("first", first, 0) <= self._index:
+            raise ArgumentError(
+                f"first = {first}: step {self._index} is being planned already, so it must be "
+                f">= {self._index + 1}"
+            )
+        kept = [(at, one) for at, one in self._costs if at < first]
+        # of those that begin at or before the next step, the last one counts
+        past = [at for at, _ in kept if at <= self._index]
+        self._costs = [*((at, one) for at, one in kept if at >= max(past)), (first, cost)]
+
+    def costs_dict(self) -> list[dict[str, Any]]:
+        """The cost models of the next step and of those after it, as plain data.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from types import SimpleNamespace
+        >>> text = dcp.data.TextFiles("stdlib", max_length=512)
+        >>> world = SimpleNamespace(rank=0, size=1)
+        >>> one, two = (
+        ...     dcp.Loader(text, world, dcp.CostModel(token_s=t), tokens_per_step=4096)
+        ...     for t in (1.0, 2.0)
+        ... )
+        >>> two.load_costs_dict(one.costs_dict())
+        >>> two.cost.token_s
+        1.0
+        """
+        return [{"first": first, "cost": cost.to_json()} for first, cost in self._costs]
+
+    def load_costs_dict(self, costs: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the cost models of `costs_dict`.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A field is missing, or none is for the next step.
+
+        Examples
+        --------
+        See `costs_dict`.
+        """
+        try:
+            found = [(int(one["first"]), CostModel.from_json(one["cost"])) for one in costs]
+        except KeyError as error:
+            raise ArgumentError(f"cost models lack the field {error}") from error
+        if not any(first <= self._index for first, _ in found):
+            raise ArgumentError(f"cost models: none is for step {self._index}")
+        self._costs = sorted(found, key=lambda one: one[0])
 
     def __iter__(self) -> Iterator[S]:
         """Steps from the loader's place on. A new iterator goes on where the last one stopped."""
@@ -347,11 +436,9 @@ class Loader(PlannedSteps[Step]):
     >>> text = dcp.data.TextFiles("stdlib", max_length=512)
     >>> world = SimpleNamespace(rank=1, size=4)
     >>> loader = dcp.Loader(text, world, dcp.CostModel(token_s=1.0), tokens_per_step=8192)
-    >>> for step in loader:
-    ...     tokens = sum(len(m.tokens) for m in step.micro_batches)
-    ...     break
-    >>> 1500 < tokens < 2500, loader.state_dict()["step"]
-    (True, 1)
+    >>> step = next(iter(loader))
+    >>> 7000 < step.trainable <= 8192, len(step.micro_batches) >= 1, loader.state_dict()["step"]
+    (True, True, 1)
     """
 
     def __init__(
@@ -361,7 +448,7 @@ class Loader(PlannedSteps[Step]):
         cost: CostModel,
         *,
         tokens_per_step: int,
-        strategy: str = "packed",
+        strategy: str = "dcp",
         seed: int = 0,
         memory_bytes: int | None = None,
         weighting: Literal["token", "sequence"] = "token",
@@ -421,7 +508,13 @@ class Loader(PlannedSteps[Step]):
 
     def _build(self, epoch: int, position: int, index: int) -> tuple[Step, tuple[int, int, int]]:
         picked, next_epoch, next_position = self._sampler.step(epoch, position)
-        step = self._step(self._train[picked], index=index, epoch=epoch, weighting=self.weighting)
+        step = self._step(
+            self._train[picked],
+            index=index,
+            epoch=epoch,
+            weighting=self.weighting,
+            planned_as=index,
+        )
         return step, (next_epoch, next_position, index + 1)
 
     def _step(
@@ -431,6 +524,7 @@ class Loader(PlannedSteps[Step]):
         index: int,
         epoch: int,
         weighting: str,
+        planned_as: int,
         scale: float | None = None,
     ) -> Step:
         lengths = self.dataset.lengths[sequences]
@@ -439,7 +533,7 @@ class Loader(PlannedSteps[Step]):
         if scale is None:
             count = total if weighting == "token" else int(np.count_nonzero(trainable))
             scale = 1.0 / count if count else 0.0
-        made = self._plan(lengths)
+        made = self._plan(lengths, planned_as)
         starts = np.cumsum(lengths) - lengths
         return Step(
             index=index,
@@ -520,7 +614,14 @@ class Loader(PlannedSteps[Step]):
         scale = 1.0 / total if total else 0.0
         parts = split_steps(self.dataset.lengths[chosen], self.tokens_per_step)
         for index, part in enumerate(parts):
-            yield self._step(chosen[part], index=index, epoch=0, weighting="token", scale=scale)
+            yield self._step(
+                chosen[part],
+                index=index,
+                epoch=0,
+                weighting="token",
+                planned_as=self._index,
+                scale=scale,
+            )
 
     def _same(self) -> dict[str, Any]:
         return {

@@ -204,7 +204,7 @@ class Plan:
         Examples
         --------
         >>> import dcp
-        >>> dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2).idle_share
+        >>> dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2, max_group=1).idle_share
         0.25
         """
         if self.makespan <= 0:
@@ -212,6 +212,97 @@ class Plan:
         spans = self._fields["end_s"] - self._fields["start_s"]
         busy = float(np.sum(spans * np.diff(self._fields["rank_offsets"])))
         return max(0.0, 1 - busy / (self.makespan * self.world_size))
+
+    @cached_property
+    def _shares(self) -> dict[str, NDArray[np.float64]]:
+        """Of each micro-batch: what each of its ranks computes and what its time goes into."""
+        f, cost = self._fields, self.cost
+        first, count = f["ranks"][f["rank_offsets"][:-1]], np.diff(f["rank_offsets"])
+        lengths = self.lengths[f["sequences"]].astype(np.float64)
+        starts = f["sequence_offsets"][:-1]
+        tokens, squares = np.zeros(len(count)), np.zeros(len(count))
+        if len(count):
+            tokens = np.add.reduceat(lengths, starts)
+            squares = np.add.reduceat(lengths * lengths, starts)
+        node = cost.node_ranks or self.world_size
+        tier = (first // node != (first + count - 1) // node).astype(np.int64)
+        layers, mlps = np.maximum(f["recompute"] - 1, 0).T
+        group_s, hop_s = np.array(cost.group_s)[tier], np.array(cost.hop_s)[tier]
+        gather_s, exchange_s = np.array(cost.gather_s)[tier], np.array(cost.exchange_s)[tier]
+        moved = tokens * (count - 1) / count * (gather_s + exchange_s / count)
+        again = layers * (cost.layer_token_s * tokens + cost.layer_square_s * squares)
+        again += mlps * cost.mlp_token_s * tokens
+        return {
+            "tokens": tokens / count,
+            "squares": squares / count,
+            "busy_s": f["end_s"] - f["start_s"],
+            "communication_s": np.where(count > 1, group_s + hop_s * (count - 1), 0.0)
+            + moved * (1 + layers * cost.layer_comm_share),
+            "recompute_s": again / count,
+        }
+
+    def _share_of_busy(self, name: str) -> float:
+        ranks = np.diff(self._fields["rank_offsets"])
+        busy = float(np.sum(self._shares["busy_s"] * ranks))
+        return float(np.sum(self._shares[name] * ranks)) / busy if busy > 0 else 0.0
+
+    def _imbalance(self, name: str) -> float:
+        f = self._fields
+        sums = np.zeros(self.world_size)
+        np.add.at(sums, f["ranks"], np.repeat(self._shares[name], np.diff(f["rank_offsets"])))
+        return float(sums.max() / sums.mean() - 1) if sums.any() else 0.0
+
+    @property
+    def token_imbalance(self) -> float:
+        """Most tokens of a rank over the mean of all ranks, less 1; a group shares its tokens.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> plan = dcp.plan([3, 1], dcp.CostModel(token_s=1.0), world_size=2, max_group=1)
+        >>> plan.token_imbalance
+        0.5
+        """
+        return self._imbalance("tokens")
+
+    @property
+    def attention_imbalance(self) -> float:
+        """As `token_imbalance`, of the sum of squared lengths.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> plan = dcp.plan([3, 1], dcp.CostModel(token_s=1.0), world_size=2, max_group=1)
+        >>> round(plan.attention_imbalance, 6)
+        0.8
+        """
+        return self._imbalance("squares")
+
+    @property
+    def communication_share(self) -> float:
+        """Share of the ranks' busy time that groups spend on exchanging, fixed part included.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> cost = dcp.CostModel(token_s=1.0, gather_s=(0.5, 0.5))
+        >>> plan = dcp.plan([4], cost, world_size=2, strategy="fixed", fixed_group=2)
+        >>> round(plan.communication_share, 6)
+        0.333333
+        """
+        return self._share_of_busy("communication_s")
+
+    @property
+    def recompute_share(self) -> float:
+        """Share of the ranks' busy time that goes into computing activations again.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.plan([4], dcp.CostModel(token_s=1.0), world_size=2).recompute_share
+        0.0
+        """
+        return self._share_of_busy("recompute_s")
 
     @cached_property
     def micro_batches(self) -> list[MicroBatchPlan]:
@@ -297,7 +388,7 @@ class Plan:
         --------
         >>> import dcp
         >>> dcp.plan([3, 2], dcp.CostModel(token_s=1.0), world_size=2).verify().makespan
-        3.0
+        2.5
         """
         found = _dcp.plan_verify(self._request(), self._fields, self.makespan, self.bound)
         if found != self.hash:
@@ -326,6 +417,12 @@ class Plan:
             "lengths": self.lengths.tolist(),
             "makespan_s": self.makespan,
             "bound_s": self.bound,
+            "gap": self.gap,
+            "idle_share": self.idle_share,
+            "token_imbalance": self.token_imbalance,
+            "attention_imbalance": self.attention_imbalance,
+            "communication_share": self.communication_share,
+            "recompute_share": self.recompute_share,
             **dataclasses.asdict(self.options),
             "winner": self.winner,
             "cost": self.cost.to_json(),
@@ -451,6 +548,17 @@ def _flat(lists: Sequence[Sequence[int]], dtype: type[np.signedinteger[Any]]) ->
     return np.array(values, dtype)
 
 
+def _whole_lengths(array: NDArray[Any]) -> NDArray[Any]:
+    """`array`, or an error that names the first of its items that is no integer."""
+    if array.dtype.kind in "fO" and array.ndim == 1 and len(array):
+        values = array.tolist()
+        broken = [i for i, x in enumerate(values) if not isinstance(x, int | float) or x % 1]
+        index = (broken or [0])[0]
+        if broken or array.dtype.kind == "f":
+            raise _dcp.DTypeError(f"lengths[{index}] = {values[index]!r} must be an integer")
+    return array
+
+
 def plan(
     lengths: ArrayLike,
     cost: CostModel,
@@ -483,8 +591,9 @@ def plan(
     memory_bytes : int, optional
         Most bytes that one rank may hold, as the cost model counts them.
     strategy : str
-        "packed" balances the ranks; "bucket" is the published baseline: one power-of-two class of
-        lengths a micro-batch, dealt in data order.
+        "dcp" chooses group sizes, recompute and packing jointly, prices what every other strategy
+        would do, and returns the best. The others are baselines, see `strategies`; "fixed" runs
+        `fixed_group` and `fixed_recompute`.
     seed : int
         Of the run: 0 to 2**64 - 1. It is part of the hash; these strategies draw no random numbers.
     tokens_per_step : int, optional
@@ -512,17 +621,18 @@ def plan(
     dcp.ArgumentError
         A length, the world or an option breaks its rule, or the strategy is not known.
     dcp.InfeasibleError
-        A sequence fits nowhere: the message names its index, length, bytes needed and the cap.
+        A sequence fits nowhere: the message names its index, length, bytes needed, the cap and the
+        smallest world that would do. Or the cap is less than what a rank holds in any case.
     dcp.DTypeError
         lengths are not integers.
 
     Examples
     --------
     >>> import dcp
-    >>> cost = dcp.CostModel(token_s=1e-6, square_s=1e-9)
+    >>> cost = dcp.CostModel(token_s=1e-6, square_s=1e-9, gather_s=(1e-6, 1e-5))
     >>> plan = dcp.plan([4000, 300, 200, 2500, 40, 1900], cost, world_size=2)
-    >>> [sum(len(m.sequences) for m in plan.for_rank(r)) for r in (0, 1)]
-    [1, 5]
+    >>> [(m.ranks, m.sequences) for m in plan.micro_batches]
+    [((0,), (0,)), ((1,), (3,)), ((1,), (1, 2, 4, 5))]
     """
     if not isinstance(cost, CostModel):
         raise _dcp.DTypeError(f"cost must be a dcp.CostModel, got {type(cost).__name__}")
@@ -538,7 +648,7 @@ def plan(
         fixed_group=fixed_group,
         fixed_recompute=recompute_counts(fixed_recompute, cost.layer_count),
     )
-    array = lengths_array(lengths)
+    array = _whole_lengths(lengths_array(lengths))
     fields = _dcp.plan(options.request(array, cost, world_size))
     own = np.array(array, np.int64)
     own.flags.writeable = False

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from dcp._dcp import ArgumentError, StateError, UnsupportedError
+from dcp._dcp import ArgumentError, FileError, MismatchError, StateError, UnsupportedError
 from dcp.optim import AdamW
+from dcp.refit import Refit
 
-__all__ = ["Report", "StepRecord", "Trainer"]
+__all__ = ["Replay", "Report", "StepRecord", "Trainer"]
 
 WARM_UP_STEPS = 2  # of the throughput figure: caches, page faults, first touches
 TARGET_EVAL_EVERY = 10  # steps between evaluations where a target is given and no `eval_every`
@@ -153,6 +154,14 @@ class Trainer:
     metrics : path or None
         Folder of `metrics.jsonl`, one JSON object a line (a step, an evaluation), and of
         `tensorboard/` where tensorboardX or TensorBoard with torch is installed.
+    refit : bool
+        Scale the loader's cost model to the measured times of each step (:class:`dcp.refit.Refit`):
+        what step n took counts from step n + 2 on, since step n + 1 is planned while it runs. Plans
+        then depend on the clock; every update is a line of `metrics.jsonl`, and checkpoints hold
+        where it stands.
+    replay : path or None
+        The `metrics.jsonl` of a run with `refit`: take its times instead of the clock's, so that
+        the run repeats bit for bit.
     trace : path or None
         Write a Chrome trace (chrome://tracing, Perfetto) of the steps, one row a rank.
     on_event : callable or None
@@ -190,6 +199,8 @@ class Trainer:
         nonfinite: str = "stop",
         seed: int = 0,
         metrics: str | Path | None = None,
+        refit: bool = False,
+        replay: str | Path | None = None,
         trace: str | Path | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
@@ -218,6 +229,11 @@ class Trainer:
         self.skipped = 0
         self._saved: int | None = None  # step of the newest checkpoint
         self._evaluated: int | None = None  # step of the newest evaluation
+        self._refits: list[dict[str, Any]] = []  # lines of the log that are not written yet
+        self.refit: Refit | None = None
+        if refit or replay is not None:
+            self.refit = Refit(loader.cost, log=self._refits.append)
+        self.replay = Replay.read(replay) if replay is not None else None
         if resume:
             self._resume()
 
@@ -252,12 +268,15 @@ class Trainer:
 
     def _train(self, steps: int, report: Report, metrics: _Metrics, trace: _Trace) -> None:
         """Run the steps, to `steps` or to the target."""
-        with contextlib.closing(iter(self.loader)) as data:
+        with contextlib.closing(iter(self.loader)) as steps_of:
             while self.step < steps and report.seconds_to_target is None:
                 start = time.perf_counter()
-                record, busy = self._one_step(next(data), start)
+                data = next(steps_of)
+                record, busy = self._one_step(data, start)
                 report.steps.append(record)
                 metrics.write("step", dataclasses.asdict(record))
+                if self.refit is not None:
+                    self._refit(record, data.plan, busy, metrics)
                 trace.add(record, busy)
                 self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
                 self.step += 1
@@ -311,6 +330,16 @@ class Trainer:
         )
         return record, busy
 
+    def _refit(self, record: StepRecord, plan: Any, busy: list[float], metrics: _Metrics) -> None:
+        """Let the measured times of a step, or those of the replayed run, decide later plans."""
+        assert self.refit is not None
+        if self.replay is not None:
+            busy = self.replay.busy(record, busy)
+        cost = self.refit.update(record.step, plan, busy)
+        while self._refits:
+            metrics.write("refit", self._refits.pop(0))
+        self.loader.use_cost(cost, first=record.step + 2)
+
     def _evaluate(self, report: Report, metrics: _Metrics) -> None:
         """Take the loss on the held-out documents, always the same ones; None where none are."""
         total, any_tokens = 0.0, False
@@ -339,6 +368,9 @@ class Trainer:
             "update_count": self.model.update_count,
             "loader": self.loader.state_dict(),
         }
+        if self.refit is not None:
+            state["refit"] = self.refit.state_dict()
+            state["costs"] = self.loader.costs_dict()
         checkpoint.save(
             self.checkpoint,
             step=self.step,
@@ -375,6 +407,9 @@ class Trainer:
         self.model.weights_changed()
         self.model.update_count = int(state["update_count"])
         self.loader.load_state_dict(state["loader"])
+        if self.refit is not None and "refit" in state:
+            self.refit.load_state_dict(state["refit"])
+            self.loader.load_costs_dict(state["costs"])
         self.step = int(state["step"])
         self.train_seconds = float(state["train_seconds"])
         self.skipped = int(state["skipped"])
@@ -387,6 +422,93 @@ class Trainer:
     def _emit(self, kind: str, values: dict[str, Any]) -> None:
         if self.on_event is not None:
             self.on_event({"kind": kind} | values)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What an earlier run measured, from its `metrics.jsonl`.
+
+    Attributes
+    ----------
+    path : Path
+    busy_s : dict
+        Step -> seconds that each rank computed.
+    plans : dict
+        Step -> hash of its plan.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from dcp.trainer import Replay
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> file = pathlib.Path(folder.name, "metrics.jsonl")
+    >>> _ = file.write_text('{"kind": "refit", "step": 0, "busy_s": [0.5, 0.25]}\\n')
+    >>> Replay.read(file).busy_s
+    {0: [0.5, 0.25]}
+    >>> folder.cleanup()
+    """
+
+    path: Path
+    busy_s: dict[int, list[float]]
+    plans: dict[int, str]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Replay:
+        """Read the log.
+
+        Raises
+        ------
+        dcp.FileError
+            It cannot be read, or holds no refits.
+
+        Examples
+        --------
+        See the class.
+        """
+        busy_s: dict[int, list[float]] = {}
+        plans: dict[int, str] = {}
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"log {path} cannot be read: {error}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                values = json.loads(line)
+                if values["kind"] == "refit":
+                    busy_s[int(values["step"])] = [float(b) for b in values["busy_s"]]
+                elif values["kind"] == "step":
+                    plans[int(values["step"])] = str(values["plan"])
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines):  # the last line may be cut off by a kill
+                    raise FileError(f"log {path}, line {number}: not a record: {error}") from error
+        if not busy_s:
+            raise FileError(f"log {path} holds no refits: it is not of a run with plan.refit")
+        return cls(Path(path), busy_s, plans)
+
+    def busy(self, record: StepRecord, busy: list[float]) -> list[float]:
+        """The times of a step as they were, once its plan is known to be the same.
+
+        Raises
+        ------
+        dcp.MismatchError
+            The plan differs, or the log ends before this step.
+
+        Examples
+        --------
+        See the class.
+        """
+        wanted = self.plans.get(record.step, record.plan)
+        if wanted != record.plan:
+            raise MismatchError(
+                f"replay of {self.path}: step {record.step} has plan {record.plan} here and "
+                f"{wanted} there: data, settings or version are not those of that run"
+            )
+        found = self.busy_s.get(record.step)
+        if found is None or len(found) != len(busy):
+            raise MismatchError(
+                f"replay of {self.path}: no times of step {record.step} for {len(busy)} ranks"
+            )
+        return found
 
 
 class _Metrics:

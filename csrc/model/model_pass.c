@@ -377,7 +377,8 @@ make_room(dcp_model_t *model, int64_t token_count, int64_t arena_bytes)
     int64_t held = model->staging_bytes + model->rope_rows * row_bytes
                    + dcp_pool_scratch_bytes(model->pool);
     int64_t arena = max_i64(arena_bytes, model->arena_bytes);
-    int64_t most = max_i64(model->promised_bytes, arena_bytes + wanted);
+    int64_t most = max_i64(model->promised_bytes,
+                           (model->arena_lent ? arena : arena_bytes) + wanted);
     model->promised_bytes = most;
     if (arena + max_i64(held, wanted) <= most) {
         return;
@@ -389,7 +390,7 @@ make_room(dcp_model_t *model, int64_t token_count, int64_t arena_bytes)
     model->device->free(model->queue, model->rope_table);
     model->rope_table = NULL;
     model->rope_rows = 0;
-    if (arena + wanted > most && !model->arena_lent) {
+    if (arena + wanted > most) { /* not where the arena is lent */
         dcp_model_set_arena(model, NULL, 0);
     }
 }

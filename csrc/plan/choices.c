@@ -87,6 +87,19 @@ plan_sizes(const plan_problem_t *problem, int32_t *sizes_p)
     return count;
 }
 
+int64_t
+plan_power_sizes(const plan_problem_t *problem, int32_t sizes_p[PLAN_POWERS])
+{
+    int64_t count = 0;
+    for (int32_t size = 1; size <= problem->max_group; size *= 2) {
+        sizes_p[count++] = size;
+    }
+    if (sizes_p[count - 1] != problem->max_group) {
+        sizes_p[count++] = problem->max_group;
+    }
+    return count;
+}
+
 dcp_status_t
 plan_fits_nowhere(const plan_problem_t *problem, int64_t length,
                   const plan_setting_t *widest)
@@ -225,19 +238,19 @@ plan_published_setting(const plan_problem_t *problem, int64_t length,
     return plan_fits_nowhere(problem, length, &widest);
 }
 
+static int
+before(const plan_heap_item_t *a, const plan_heap_item_t *b)
+{
+    return a->key < b->key || (a->key == b->key && a->index < b->index);
+}
+
 static void
 heap_sift_at(plan_heap_item_t *heap, int64_t at, int64_t count)
 {
     plan_heap_item_t moved = heap[at];
     for (int64_t child; (child = 2 * at + 1) < count; at = child) {
-        if (child + 1 < count
-            && (heap[child + 1].key < heap[child].key
-                || (heap[child + 1].key == heap[child].key
-                    && heap[child + 1].index < heap[child].index))) {
-            child++;
-        }
-        if (moved.key < heap[child].key
-            || (moved.key == heap[child].key && moved.index < heap[child].index)) {
+        child += child + 1 < count && before(&heap[child + 1], &heap[child]);
+        if (before(&moved, &heap[child])) {
             break;
         }
         heap[at] = heap[child];
@@ -249,6 +262,16 @@ void
 plan_heap_sift(plan_heap_item_t *heap, int64_t count)
 {
     heap_sift_at(heap, 0, count);
+}
+
+void
+plan_heap_push(plan_heap_item_t *heap, int64_t count, plan_heap_item_t item)
+{
+    int64_t at = count;
+    for (; at > 0 && before(&item, &heap[(at - 1) / 2]); at = (at - 1) / 2) {
+        heap[at] = heap[(at - 1) / 2];
+    }
+    heap[at] = item;
 }
 
 void

@@ -61,6 +61,10 @@ void plan_pairs_bound(const plan_problem_t *problem, plan_pair_t *pairs, int64_t
 /* Takes the pair of least bound_s out of the list and returns it. */
 plan_pair_t plan_pairs_take(plan_pair_t *pairs, int64_t *count_p);
 
+/* Powers of two up to max_group, and max_group; room for PLAN_POWERS. */
+enum { PLAN_POWERS = 32 };
+int64_t plan_power_sizes(const plan_problem_t *problem, int32_t sizes_p[PLAN_POWERS]);
+
 /* The least recompute of none, selective, full for which one of `sizes` fits `length`,
  * and the least of these sizes. */
 dcp_status_t plan_least_setting(const plan_problem_t *problem, const int32_t *sizes,
@@ -90,5 +94,6 @@ typedef struct plan_heap_item {
 
 void plan_heap_build(plan_heap_item_t *heap, int64_t count);
 void plan_heap_sift(plan_heap_item_t *heap, int64_t count); /* the top got larger */
+void plan_heap_push(plan_heap_item_t *heap, int64_t count, plan_heap_item_t item);
 
 #endif

@@ -30,6 +30,8 @@ static const plan_strategy_t strategies[] = {
     {"inter-published", plan_inter_published_run},
     {"fixed", plan_fixed_run},
     {"fixed-best", plan_fixed_best_run},
+    {"flexsp", plan_flexsp_run},
+    {"megatron", plan_megatron_run},
     {"knapformer", plan_knapformer_run},
 };
 

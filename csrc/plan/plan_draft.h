@@ -124,6 +124,8 @@ dcp_status_t plan_inter_published_run(const plan_problem_t *problem,
                                       plan_draft_t *draft);
 dcp_status_t plan_fixed_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_fixed_best_run(const plan_problem_t *problem, plan_draft_t *draft);
+dcp_status_t plan_flexsp_run(const plan_problem_t *problem, plan_draft_t *draft);
+dcp_status_t plan_megatron_run(const plan_problem_t *problem, plan_draft_t *draft);
 dcp_status_t plan_knapformer_run(const plan_problem_t *problem, plan_draft_t *draft);
 
 /* Sorts indices by descending key, equal keys by ascending index (so the result is

@@ -16,10 +16,18 @@
 #include <math.h>
 #include <string.h>
 
-enum { TARGETS = 8 };
+/* Beyond MANY_RANKS every target costs more and gains less. */
+enum { TARGETS = 8, TARGETS_OF_MANY = 3, MANY_RANKS = 256 };
+
+/* Of many sequences, targets that gain little are tried this often. */
+enum { PATIENCE = 2, MANY_SEQUENCES = 512 };
+static const double worth_more = 0.03; /* of the gap to the bound */
 
 /* Closer to the bound than this is far below what a cost model knows. */
-static const double good_gap = 1e-4;
+static const double good_gap = 5e-4;
+
+/* Where the first target rises by more, it was out of reach. */
+static const double hopeless_rise = 0.005;
 
 typedef struct contest {
     const plan_problem_t *problem;
@@ -62,19 +70,39 @@ whole_batches(const dcp_search_t *s)
 static dcp_status_t
 search_targets(contest_t *contest, dcp_search_t *search)
 {
-    static const double shares[TARGETS] = {0, 0, 0.5, 0.25, 0.75, 0.1, 0.9, 0.35};
-    double whole = whole_batches(search);
+    /* above the best target so far, of what it ended later; below it, of the bound */
+    static const double above[TARGETS] = {0, 0.5, 0.5, 0, 0.5, 0, 0.3, 0.8};
+    static const double below[TARGETS] = {0, 0, 0, 0.7, 0, 0.85, 0, 0};
     double bound = contest->problem->bound_s, reached = INFINITY;
+    double best_target = bound + fmax(0, whole_batches(search));
     size_t bytes = (size_t)search->count * sizeof search->places[0];
-    for (int i = 0; i < TARGETS && reached > bound * (1 + good_gap); i++) {
-        double target = i == 0 ? bound + fmax(0, whole)
-                               : bound + shares[i] * (reached - bound);
-        dcp_search_place(search, target);
+    int targets = search->world > MANY_RANKS ? TARGETS_OF_MANY : TARGETS;
+    int patience = search->count > MANY_SEQUENCES ? PATIENCE : targets;
+    for (int i = 0; i < targets && patience > 0; i++) {
+        double target = best_target;
+        if (!isinf(reached)) {
+            target = above[i] > 0 ? best_target + above[i] * (reached - best_target)
+                                  : bound + below[i] * (best_target - bound);
+        }
+        double limit = i == 0 ? target * (1 + hopeless_rise) : INFINITY;
+        double risen = dcp_search_place(search, target, limit);
+        if (i == 0 && risen > limit) {
+            best_target = risen; /* out of reach: start from there */
+            continue;
+        }
         double end = dcp_search_balance(search, bound * (1 + good_gap));
+        patience -= end > reached - worth_more * (reached - bound);
         if (end < reached) {
             reached = end;
+            best_target = target;
             memcpy(search->best_places, search->places, bytes);
         }
+        if (reached <= bound * (1 + good_gap)) {
+            break;
+        }
+    }
+    if (isinf(reached)) { /* nothing placed within memory: the others' plans stand */
+        return DCP_OK;
     }
     memcpy(search->places, search->best_places, bytes);
     DCP_TRY(dcp_search_emit(search, &contest->trial));

@@ -43,14 +43,16 @@ typedef struct dcp_search {
     int32_t world;  /* ranks */
     double start_s; /* a */
     int32_t size_count;
-    dcp_size_t *sizes;    /* [size_count] ascending, sizes[0].group == 1 */
+    dcp_size_t *sizes;        /* [size_count] ascending, sizes[0].group == 1 */
     dcp_place_t *places;      /* [count] being made */
     dcp_place_t *best_places; /* [count] the best so far */
-    dcp_rank_t *ranks;    /* [world] */
-    double *load_s;       /* [world] end of each rank, in place.c */
-    int32_t *heap;        /* [world] ranks, least load on top */
-    int32_t *heap_at;     /* [world] */
-    double *failed_s;     /* [size_count] least time that found no block */
+    dcp_rank_t *ranks;        /* [world] */
+    double *load_s;           /* [world] end of each rank, in place.c */
+    int32_t *heap;            /* [world] ranks, least load on top */
+    int32_t *heap_at;         /* [world] */
+    double *failed_s;         /* [size_count, DCP_TIERS] a time that found no block */
+    double *room_s;       /* [size_count] no block leaves more, INFINITY: not known */
+    int32_t *queue;       /* [world] of place.c */
     int32_t *hint;        /* [size_count] where the last block of this size was found */
     double *hint_s;       /* [size_count] and its time */
     double *alone_s;      /* [count] time of each sequence as a single, without a where
@@ -92,8 +94,9 @@ dcp_search_batches(const dcp_search_t *search, int64_t tokens)
 }
 
 /* Places every sequence so that all ranks end by target_s, or by as little more as it
- * finds. Fills places and ranks; returns the latest end it expects. */
-double dcp_search_place(dcp_search_t *search, double target_s);
+ * finds. Fills places and ranks; returns the latest end it expects, or gives up where
+ * that passes limit_s and returns what the target has risen to. */
+double dcp_search_place(dcp_search_t *search, double target_s, double limit_s);
 
 /* Fills every rank's run of packed singles from places. */
 void dcp_search_list(dcp_search_t *search);

@@ -40,6 +40,26 @@ dcp_search_list(dcp_search_t *search)
     }
 }
 
+/* Micro-batches of a run, longest first. First fit opens one more than the tokens need
+ * only for a sequence that no open one has room for, so only if those before it, one
+ * in each at least, fill all of them up to less than its length; else packing need not
+ * be tried. */
+static double
+run_batches(dcp_search_t *s, const int64_t *items, int64_t count, int64_t tokens)
+{
+    const int64_t *lengths = s->problem->request->lengths;
+    int64_t cap = s->sizes[0].cap_none, before = 0;
+    double batches = dcp_search_batches(s, tokens);
+    for (int64_t i = 0; i < count && batches > 1; i++) {
+        if ((double)i >= batches
+            && (double)before > batches * (double)(cap - lengths[items[i]])) {
+            return (double)plan_packer_count(s->packer, lengths, items, count, cap);
+        }
+        before += lengths[items[i]];
+    }
+    return batches;
+}
+
 /* Seconds of a run of packed singles. */
 static double
 run_time(dcp_search_t *s, const int64_t *items, int64_t count)
@@ -51,12 +71,7 @@ run_time(dcp_search_t *s, const int64_t *items, int64_t count)
         work += s->alone_s[items[i]];
         tokens += lengths[items[i]];
     }
-    double batches = dcp_search_batches(s, tokens);
-    if (batches > 1) {
-        batches = (double)plan_packer_count(s->packer, lengths, items, count,
-                                            s->sizes[0].cap_none);
-    }
-    return work + s->start_s * batches;
+    return work + s->start_s * run_batches(s, items, count, tokens);
 }
 
 /* What should go from rank `slow` to `fast` (position) in exchange for what (or -1).

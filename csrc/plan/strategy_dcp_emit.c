@@ -1,6 +1,6 @@
 /* Writes the micro-batches of a search's places.
  *
- * First what is computed by groups, and single sequences that must recompute, in the
+ * First what is computed by groups, then single sequences that must recompute, in the
  * order of placing: each is a micro-batch of its own, or joins the one before it on the
  * very same ranks where that saves time (one fixed part less against more recompute).
  * Then every rank's packed sequences in the fewest micro-batches, evened out; the two
@@ -168,10 +168,13 @@ dcp_search_emit(dcp_search_t *search, plan_draft_t *draft)
     for (int32_t r = 0; r < s->world; r++) {
         s->last_batch[r] = -1;
     }
-    for (int64_t k = 0; k < s->count; k++) {
-        int64_t i = s->problem->order[k];
-        if (s->places[i].group > 1 || !dcp_search_is_packed(s, i)) {
-            batch_count = add_alone(s, batch_count, i);
+    for (int singles = 0; singles < 2; singles++) { /* groups first, on every rank */
+        for (int64_t k = 0; k < s->count; k++) {
+            int64_t i = s->problem->order[k];
+            int single = s->places[i].group == 1;
+            if (single == singles && !(single && dcp_search_is_packed(s, i))) {
+                batch_count = add_alone(s, batch_count, i);
+            }
         }
     }
     dcp_search_list(s);

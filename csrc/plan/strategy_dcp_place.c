@@ -19,6 +19,9 @@ enum { BLOCKS_LOOKED_AT = 48 };
 /* Less than this is not worth a group; a target rises by no less. */
 static const double least_rise = 2e-4;
 
+/* A time this much shorter than one that found no block is not tried. */
+static const double near_enough = 0.001;
+
 /* A heap of ranks by load; loads only grow, so ranks only sink. */
 static void
 sink(dcp_search_t *s, int32_t rank)
@@ -128,6 +131,36 @@ find_block(const dcp_search_t *s, int32_t from, int32_t group, int64_t node,
     return found;
 }
 
+/* Most seconds that any block could still take until target_s: what the blocks' fullest
+ * ranks leave. A sliding maximum; s->queue holds ranks with descending loads. */
+static double
+most_room(const dcp_search_t *s, int32_t group, double target_s)
+{
+    int32_t *queue = s->queue, head = 0, tail = 0;
+    double least = INFINITY;
+    for (int32_t r = 0; r < s->world; r++) {
+        while (tail > head && s->load_s[queue[tail - 1]] <= s->load_s[r]) {
+            tail--;
+        }
+        queue[tail++] = r;
+        head += queue[head] <= r - group;
+        if (r - group + 1 >= 0) {
+            least = fmin(least, s->load_s[queue[head]]);
+        }
+    }
+    return target_s - least;
+}
+
+/* Larger blocks leave no more than those of size k. */
+static void
+note_room(dcp_search_t *s, int32_t k, double room_s)
+{
+    room_s *= 1 + 1e-12;
+    for (; k < s->size_count && s->room_s[k] > room_s; k++) {
+        s->room_s[k] = room_s;
+    }
+}
+
 static void
 add_group(dcp_search_t *s, int32_t first, int32_t group, double time_s, int64_t i)
 {
@@ -163,7 +196,8 @@ try_size(dcp_search_t *s, int32_t k, int64_t i, double target_s)
             continue;
         }
         double time = dcp_search_time(s, k, tier, length);
-        if (time >= s->failed_s[k] || least_load + time > target_s) {
+        double *failed_s = &s->failed_s[k * DCP_TIERS + tier];
+        if (time >= *failed_s || time > s->room_s[k] || least_load + time > target_s) {
             continue;
         }
         block_t block;
@@ -177,8 +211,9 @@ try_size(dcp_search_t *s, int32_t k, int64_t i, double target_s)
                       dcp_search_time(s, k, tier_of(s, block.first, group), length), i);
             return 1;
         }
-        if (tier == DCP_TIER_CLUSTER || node == 0) {
-            s->failed_s[k] = time;
+        *failed_s = time * (1 - near_enough);
+        if (inside == 0) {
+            note_room(s, k, most_room(s, group, target_s));
         }
     }
     return 0;
@@ -260,7 +295,8 @@ static void
 forget_failures(dcp_search_t *s)
 {
     for (int32_t k = 0; k < s->size_count; k++) {
-        s->failed_s[k] = INFINITY;
+        s->failed_s[k * DCP_TIERS] = s->failed_s[k * DCP_TIERS + 1] = INFINITY;
+        s->room_s[k] = INFINITY;
         s->hint[k] = 0;
         s->hint_s[k] = INFINITY;
     }
@@ -277,7 +313,7 @@ least_group_start(const dcp_search_t *s)
 }
 
 double
-dcp_search_place(dcp_search_t *search, double target_s)
+dcp_search_place(dcp_search_t *search, double target_s, double limit_s)
 {
     dcp_search_t *s = search;
     for (int32_t r = 0; r < s->world; r++) {
@@ -307,6 +343,9 @@ dcp_search_place(dcp_search_t *search, double target_s)
         }
         target_s = fmax(place_least(s, i), target_s * (1 + least_rise));
         forget_failures(s);
+        if (target_s > limit_s) {
+            return target_s;
+        }
     }
     double last = 0;
     for (int32_t r = 0; r < s->world; r++) {

@@ -1,6 +1,6 @@
 /* Lists and prices of strategy `dcp`'s search: one block of memory, taken once.
  *
- * Sizes: every integer up to 16, then steps of an eighth, and all that are worth a
+ * Sizes: every integer up to 12, then steps of a sixth, and all that are worth a
  * second look: whole nodes and the largest group. What fits a size is found once.
  */
 #include "strategy_dcp.h"
@@ -10,14 +10,14 @@
 #include <math.h>
 #include <string.h>
 
-enum { EVERY_SIZE_TO = 16 };
+enum { EVERY_SIZE_TO = 12 };
 
 /* Next size to try after `group`. */
 static int32_t
 next_size(const plan_problem_t *problem, int32_t group)
 {
     int32_t most = problem->max_group;
-    int32_t next = group < EVERY_SIZE_TO ? group + 1 : group + group / 8;
+    int32_t next = group < EVERY_SIZE_TO ? group + 1 : group + group / 6;
     int64_t node = problem->request->cost.node_ranks;
     if (node > 0 && group >= EVERY_SIZE_TO) { /* the whole nodes passed over */
         int64_t whole = (group / node + 1) * node;
@@ -85,7 +85,9 @@ lay_out(dcp_search_t *s, char *base)
     s->load_s = take(&arena, w, sizeof s->load_s[0]);
     s->heap = take(&arena, w, sizeof s->heap[0]);
     s->heap_at = take(&arena, w, sizeof s->heap_at[0]);
-    s->failed_s = take(&arena, k, sizeof s->failed_s[0]);
+    s->failed_s = take(&arena, k * DCP_TIERS, sizeof s->failed_s[0]);
+    s->room_s = take(&arena, k, sizeof s->room_s[0]);
+    s->queue = take(&arena, w, sizeof s->queue[0]);
     s->hint = take(&arena, k, sizeof s->hint[0]);
     s->hint_s = take(&arena, k, sizeof s->hint_s[0]);
     s->alone_s = take(&arena, n, sizeof s->alone_s[0]);

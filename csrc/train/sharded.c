@@ -160,6 +160,7 @@ fill(dcp_sharded_t *sharded, const dcp_sharded_options_t *options)
         sharded->frozen[i] = options->frozen != NULL && options->frozen[i] != 0;
         sharded->trained[i] = !sharded->frozen[i];
     }
+    DCP_TRY(train_agree_on_options(sharded, options));
     DCP_TRY(plan_buffers(sharded, options->block_rows));
     DCP_TRY(create_buffers(sharded));
     DCP_TRY(dcp_model_create(&sharded->config, sharded->device, sharded->pool,

@@ -57,6 +57,10 @@ struct dcp_sharded {
     sequence_pool_t *sequence_pool;    /* owned; NULL: no group so far */
 };
 
+/* Do all ranks make the same model in the same way? Collective. */
+dcp_status_t train_agree_on_options(const dcp_sharded_t *sharded,
+                                    const dcp_sharded_options_t *options);
+
 /* Every rank's record to all, into sharded->records. */
 dcp_status_t train_gather_records(dcp_sharded_t *sharded, const step_record_t *own);
 

@@ -30,6 +30,7 @@ class Job:
     resume: bool
     metrics: Path | None
     trace: Path | None
+    replay: Path | None
 
 
 @click.command("train")
@@ -46,7 +47,7 @@ class Job:
     "--tokens-per-step", type=int, metavar="N", help="Token budget of a step.  [default: 16384]"
 )
 @click.option("--seed", type=int, metavar="N", help="Of weights, order, dropout.  [default: 0]")
-@click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: packed]")
+@click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: dcp]")
 @click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
 @click.option("--optimizer", metavar="NAME", help="[default: adamw]")
 @click.option("--device", metavar="NAME", help="[default: cpu]")
@@ -60,6 +61,7 @@ class Job:
     "--compare", metavar="A,B,...", help="Train with each of these strategies, and compare."
 )
 @click.option("--metrics", metavar="DIR", help="Folder of metrics.jsonl.  [default: --checkpoint]")
+@click.option("--replay", metavar="LOG", help="metrics.jsonl of a plan.refit run: repeat it.")
 @click.option("--trace", metavar="FILE", help="Write a Chrome trace of the steps.")
 @common
 def command(
@@ -72,6 +74,7 @@ def command(
     compare: str | None,
     metrics: str | None,
     trace: str | None,
+    replay: str | None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Train a transformer on documents of very different lengths.
@@ -93,10 +96,16 @@ def command(
         raise InputError("--compare names the strategies: leave --strategy out")
     if compare is not None and (settings.checkpoint.folder is not None or resume):
         raise InputError("--compare trains a fresh model each time: leave --checkpoint out")
+    if compare is not None and replay is not None:
+        raise InputError("--replay repeats one run: leave --compare out")
+    if settings.plan.refit and metrics is None and settings.checkpoint.folder is None:
+        raise InputError("plan.refit needs a folder for its log: --metrics DIR or --checkpoint DIR")
     every = [settings] if compare is None else settings_of(compare, settings)
     with reading_input():
         _check_checkpoint(settings, resume)
         _check_outputs(metrics, trace)
+        if replay is not None:
+            _check_replay(Path(replay), settings)
         documents = _read_documents(settings)
         jobs = []
         for one in every:
@@ -110,6 +119,7 @@ def command(
                     resume=resume,
                     metrics=_output(metrics, one, compare, folder=True),
                     trace=_output(trace, one, compare, folder=False),
+                    replay=Path(replay) if replay is not None else None,
                 )
             )
             # what fits nowhere is said before a rank starts
@@ -173,6 +183,20 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
             raise InputError(
                 f"{newest} is a checkpoint of another model: {key} is {there[key]} there and "
                 f"{value} here"
+            )
+
+
+def _check_replay(path: Path, settings: Any) -> None:
+    """The log must have the times of every step that a later plan depends on."""
+    from dcp.trainer import Replay
+
+    log = Replay.read(path)
+    for step in range(settings.steps):
+        if step not in log.busy_s:
+            raise InputError(f"--replay {path}: holds no times of step {step}; lower --steps")
+        if len(log.busy_s[step]) != settings.ranks:
+            raise InputError(
+                f"--replay {path}: is of {len(log.busy_s[step])} ranks, not {settings.ranks}"
             )
 
 
@@ -240,6 +264,8 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
             seed=settings.seed,
             metrics=job.metrics,
             trace=job.trace,
+            refit=settings.plan.refit,
+            replay=job.replay,
             on_event=world.emit,
         )
         report = trainer.fit(settings.steps)
@@ -259,21 +285,55 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
 def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
     """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
     import dcp
-    from dcp.analytic import host_fixed_fields
+    from dcp.analytic import device_named, host_fixed_fields
+    from dcp.reduction import choose_reduce
 
     config, plan = settings.transformer(), settings.plan
 
     def cost(reduce: str) -> Any:
         if plan.cost is None:
             threads = thread_count(settings.ranks)
-            return dcp.CostModel.for_model(config, reduce=reduce, threads=threads)
+            return dcp.CostModel.for_model(
+                config, reduce=reduce, windows=plan.windows, threads=threads
+            )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
-        return dataclasses.replace(measured, **host_fixed_fields(config, reduce))
+        return dataclasses.replace(measured, **host_fixed_fields(config, reduce, plan.windows))
 
-    if plan.reduce != "auto":
-        return cost(plan.reduce), plan.reduce
-    return cost("step"), "step"
+    reduce = plan.reduce
+    if reduce == "auto" and settings.memory is None:
+        reduce = "step"  # never moves more bytes
+    elif reduce == "auto":
+        moved = 4 * config.parameter_count() * (settings.ranks - 1) / settings.ranks
+        once_s = moved / device_named("cpu").bytes_per_s
+        options = {"strategy": settings.strategy, "seed": settings.seed, **plan_options(plan)}
+        try:
+            reduce = choose_reduce(
+                _sampled_lengths(settings, documents),
+                cost("step"),
+                cost("layer"),
+                world_size=settings.ranks,
+                memory_bytes=settings.memory,
+                tokens_per_step=settings.tokens_per_step,
+                windows=plan.windows,
+                step_s=once_s,
+                layer_s=once_s,
+                longest=int(documents.lengths.max()),
+                **options,
+            )
+        except dcp.InfeasibleError:
+            reduce = "layer"  # the loader names the document
+    return cost(reduce), reduce
+
+
+def _sampled_lengths(settings: Any, documents: Any) -> Any:
+    """Lengths of about four steps, drawn by the seed, and the longest of all."""
+    import numpy as np
+
+    lengths = documents.lengths
+    drawn = lengths[np.random.default_rng(settings.seed).permutation(len(lengths))]
+    count = int(np.searchsorted(np.cumsum(drawn), 4 * settings.tokens_per_step, side="right"))
+    return np.append(drawn[:count], lengths.max())
 
 
 def make_loader(job: Job, world: Any) -> Any:

@@ -1,4 +1,5 @@
-/* plan: the partition, both strategies, the bound, the proof and the hash. */
+/* plan: the partition, prices, strategy `dcp`, the bound, rounds, the proof and the
+ * hash. */
 #include "check.h"
 
 #include "dcp/plan.h"
@@ -17,6 +18,32 @@ static const dcp_cost_t plain_cost = {
     .fixed_bytes = 1000,
     .sharded_bytes = 4000,
     .token_bytes = 10,
+};
+
+/* Groups, two tiers and recompute, all of which matter. */
+static const dcp_cost_t full_cost = {
+    .latency_s = 1e-3,
+    .token_s = 1e-5,
+    .square_s = 1e-8,
+    .group_s = {1e-4, 1e-3},
+    .hop_s = {1e-5, 1e-4},
+    .gather_s = {1e-7, 2e-6},
+    .exchange_s = {2e-7, 3e-6},
+    .layer_token_s = 5e-7,
+    .layer_square_s = 4e-10,
+    .layer_comm_share = 0.05,
+    .mlp_token_s = 3e-7,
+    .fixed_bytes = 1000,
+    .sharded_bytes = 4000,
+    .scratch_bytes = 500,
+    .token_bytes = 100,
+    .layer_token_bytes = 11,
+    .mlp_token_bytes = 6,
+    .group_token_bytes = 1,
+    .logit_bytes = 40,
+    .logit_chunk_tokens = 64,
+    .layer_count = 8,
+    .node_ranks = 4,
 };
 
 static dcp_plan_request_t
@@ -128,7 +155,8 @@ test_even_counts(void)
         lengths[i] = 50;
     }
     for (int c = 0; c < 3; c++) {
-        dcp_plan_request_t request = request_for(lengths, cases[c].count, 4, "packed");
+        dcp_plan_request_t request = request_for(lengths, cases[c].count, 4, "dcp");
+        request.max_group = 1;
         dcp_plan_t *plan;
         CHECK_OK(dcp_plan_create(&request, &plan));
         for (int32_t r = 0; r < 4; r++) {
@@ -144,19 +172,20 @@ static void
 test_caps(void)
 {
     const int64_t uneven[8] = {90, 15, 15, 15, 15, 15, 15, 15};
-    static const char *const strategies[] = {"packed", "bucket"};
-    for (int s = 0; s < 2; s++) {
+    static const char *const strategies[] = {"packed", "bucket", "dcp"};
+    for (int s = 0; s < 3; s++) {
         for (int32_t world = 1; world <= 3; world++) {
             dcp_plan_request_t request = request_for(uneven, 8, world, strategies[s]);
             request.max_tokens = 100;
+            request.max_group = 1;
             dcp_plan_t *plan;
             CHECK_OK(dcp_plan_create(&request, &plan));
             CHECK(plan->micro_batch_count >= 3);
             dcp_plan_destroy(plan);
 
             request.max_tokens = 0; /* the same cap, in bytes */
+            request.max_group = 1;
             request.memory_bytes = 1000 + (3999 + world) / world + 10 * 100;
-            CHECK(dcp_plan_cap_tokens(&request) == 100);
             CHECK_OK(dcp_plan_create(&request, &plan));
             CHECK(plan->micro_batch_count >= 3);
             dcp_plan_destroy(plan);
@@ -206,6 +235,7 @@ test_bad_requests(void)
     CHECK(strstr(dcp_last_error(), "mean 'bucket'") != NULL);
     request.strategy = "packed";
     request.max_tokens = 6;
+    request.max_group = 1;
     CHECK(dcp_plan_create(&request, &plan) == DCP_ERR_INFEASIBLE);
     CHECK(strstr(dcp_last_error(), "lengths[2] = 7") != NULL);
     request.max_tokens = 0;
@@ -213,10 +243,15 @@ test_bad_requests(void)
     CHECK(dcp_plan_create(&request, &plan) == DCP_ERR_ARG);
     CHECK(strstr(dcp_last_error(), "token_s") != NULL);
     double seconds;
-    CHECK(dcp_cost_time(&plain_cost, 1, 1, 2, NULL, &seconds) == DCP_ERR_UNSUPPORTED);
-    CHECK(dcp_cost_time(&plain_cost, 1, 1, 0, NULL, &seconds) == DCP_ERR_ARG);
-    CHECK(dcp_cost_time(&plain_cost, 1, 1, 1, (const int32_t[2]){0, 3}, &seconds)
-          == DCP_ERR_UNSUPPORTED);
+    CHECK(dcp_cost_time(&plain_cost, 1, 1, 0, 0, NULL, &seconds) == DCP_ERR_ARG);
+    CHECK(dcp_cost_time(&plain_cost, 1, 1, 1, 0, (const int32_t[2]){0, 3}, &seconds)
+          == DCP_ERR_ARG);
+    request.cost = full_cost;
+    request.strategy = "fixed";
+    request.fixed_group = 3;
+    CHECK(dcp_plan_create(&request, &plan) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), "fixed_group = 3 must divide world_size = 2")
+          != NULL);
 }
 
 static void
@@ -254,43 +289,13 @@ test_balance(void)
     }
 }
 
-/* The median rule: two classes with batch sizes 8 and 1; the longer class's time is
- * above the median and its size is at least 1. */
-static void
-test_bucket(void)
-{
-    int64_t lengths[40];
-    for (int i = 0; i < 40; i++) {
-        lengths[i] = i % 10 == 0 ? 1000 : 100;
-    }
-    dcp_plan_request_t request = request_for(lengths, 40, 2, "bucket");
-    request.max_tokens = 2000;
-    request.cost = (dcp_cost_t){.token_s = 1e-6, .square_s = 1e-8};
-    /* full sizes 20 and 2; t = 20 (1e-4 + 1e-4) = 4e-3, 2 (1e-3 + 1e-2) = 2.2e-2;
-     * median 1.3e-2, so the long class gets floor(2 * 1.3 / 2.2) = 1 */
-    dcp_plan_t *plan;
-    CHECK_OK(dcp_plan_create(&request, &plan));
-    CHECK(plan->micro_batch_count == 4 + 2);
-    for (int64_t m = 0; m < plan->micro_batch_count; m++) {
-        int64_t first = plan->sequence_offsets[m];
-        int64_t size = plan->sequence_offsets[m + 1] - first;
-        int64_t length = lengths[plan->sequences[first]];
-        CHECK(plan->ranks[m] == (int32_t)(m % 2));
-        CHECK(length == 1000 ? size == 1 : size == 20 || size == 16);
-        for (int64_t i = first; i < first + size; i++) {
-            CHECK(lengths[plan->sequences[i]] == length);
-        }
-    }
-    dcp_plan_destroy(plan);
-}
-
 /* Random requests: every plan verifies (dcp_plan_create proves it), twice the same is
  * the same, and any change of the request changes the hash. */
 static void
 test_random(void)
 {
     static int64_t lengths[MAX_COUNT];
-    static const char *const strategies[] = {"packed", "bucket"};
+    static const char *const strategies[] = {"packed", "bucket", "dcp"};
     dcp_rng_t rng;
     dcp_rng_init(&rng, 3, 0);
     for (int round = 0; round < 400; round++) {
@@ -298,16 +303,20 @@ test_random(void)
         int32_t world = 1 + (int32_t)dcp_rng_below(&rng, 9);
         fill_lengths(&rng, 4, 1.5, lengths, count);
         dcp_plan_request_t request =
-            request_for(lengths, count, world, strategies[round % 2]);
+            request_for(lengths, count, world, strategies[round % 3]);
+        if (dcp_rng_below(&rng, 2)) {
+            request.cost = full_cost;
+            request.rounds = (int32_t)dcp_rng_below(&rng, 2);
+        }
         request.max_tokens = dcp_rng_below(&rng, 2) ? 0 : 131072;
         if (dcp_rng_below(&rng, 2)) {
             int64_t longest = 0;
             for (int64_t i = 0; i < count; i++) {
                 longest = lengths[i] > longest ? lengths[i] : longest;
             }
-            request.memory_bytes = 1000 + 4000 / world
-                                   + 10 * (longest + (int64_t)dcp_rng_below(&rng, 99))
-                                   + 1;
+            double bytes = request.cost.token_bytes;
+            request.memory_bytes = 6000 + (int64_t)(bytes * (double)longest)
+                                   + (int64_t)dcp_rng_below(&rng, 9999);
         }
         dcp_plan_t *plan, *again;
         CHECK_OK(dcp_plan_create(&request, &plan));
@@ -341,6 +350,7 @@ test_verify(void)
     }
     dcp_plan_request_t request = request_for(lengths, 30, 3, "packed");
     request.max_tokens = 600;
+    request.max_group = 1;
     dcp_plan_t *plan;
     CHECK_OK(dcp_plan_create(&request, &plan));
     CHECK_OK(dcp_plan_verify(&request, plan));
@@ -369,11 +379,11 @@ test_verify(void)
           "every sequence exactly once");
     BREAK(request.max_tokens, 300, "tokens under the cap");
     BREAK(request.memory_bytes, plan->bytes[0] - 1, "memory under the cap");
+    BREAK(plan->recompute[1], 2, "recompute counts within the layers");
+    BREAK(plan->recompute[0], -1, "recompute counts within the layers");
+    BREAK(plan->round[0], 1, "rounds only where ranks move together");
+    BREAK(plan->winner, "packer", "the winner is a strategy");
 #undef BREAK
-    int32_t saved = plan->recompute[1];
-    plan->recompute[1] = 2;
-    CHECK(dcp_plan_verify(&request, plan) == DCP_ERR_UNSUPPORTED);
-    plan->recompute[1] = saved;
 
     /* swapping two sequences of two micro-batches changes the hash */
     uint64_t hash[2];
@@ -387,13 +397,95 @@ test_verify(void)
     dcp_plan_destroy(NULL);
 }
 
+/* What verify says of groups and of rounds. */
+static void
+test_verify_groups(void)
+{
+    static const int64_t lengths[5] = {900, 800, 20, 20, 20};
+    dcp_plan_request_t request = request_for(lengths, 5, 4, "fixed");
+    request.cost = full_cost;
+    request.fixed_group = 2;
+    dcp_plan_t *plan;
+    CHECK_OK(dcp_plan_create(&request, &plan));
+    CHECK(plan->rank_offsets[1] == 2);
+    int32_t second = plan->ranks[1];
+    plan->ranks[1] = plan->ranks[0];
+    expect_broken(&request, plan, "ranks are distinct");
+    plan->ranks[1] = (second + 1) % 4;
+    expect_broken(&request, plan, "ranks are consecutive");
+    dcp_plan_destroy(plan);
+
+    request.rounds = 1;
+    CHECK_OK(dcp_plan_create(&request, &plan));
+    int64_t last = plan->micro_batch_count - 1;
+    int32_t round = plan->round[last];
+    CHECK(round > 0 || last < 2);
+    plan->round[last] = (int32_t)plan->micro_batch_count;
+    expect_broken(&request, plan, "rounds count from 0");
+    plan->round[last] = round > 0 ? 0 : 1;
+    CHECK(dcp_plan_verify(&request, plan) == DCP_ERR_ARG);
+    plan->round[last] = round;
+    CHECK_OK(dcp_plan_verify(&request, plan));
+    plan->start_s[last] += 1;
+    plan->end_s[last] += 1;
+    expect_broken(&request, plan, "a round starts when");
+    dcp_plan_destroy(plan);
+}
+
+/* The cheapest recompute that fits is what trying every pair of counts finds, and caps
+ * in tokens are exact to the token. */
+static void
+test_prices(void)
+{
+    dcp_rng_t rng;
+    dcp_rng_init(&rng, 4, 0);
+    const int64_t one = 1;
+    for (int round = 0; round < 500; round++) {
+        dcp_plan_request_t request = request_for(&one, 1, 8, "dcp");
+        request.cost = full_cost;
+        request.memory_bytes = 4000 + (int64_t)dcp_rng_below(&rng, 100000);
+        plan_problem_t problem;
+        CHECK_OK(plan_problem_init(&request, &problem));
+        int32_t group = 1 + (int32_t)dcp_rng_below(&rng, 8), got[2];
+        int tier = dcp_cost_tier(&request.cost, 0, group);
+        int64_t tokens = 1 + (int64_t)dcp_rng_below(&rng, 5000);
+        double squares = 300.0 * (double)tokens, least = INFINITY;
+        plan_price_t price;
+        plan_price_init(&request.cost, group, tier, &price);
+        double time = price.start_s
+                      + plan_least_recompute(&problem, &price, tokens, squares, got);
+        for (int32_t n = 0; n <= 8; n++) {
+            for (int32_t m = 0; n + m <= 8; m++) {
+                int32_t counts[2] = {n, m};
+                int64_t bytes;
+                double seconds;
+                CHECK_OK(
+                    dcp_cost_memory(&request.cost, tokens, group, counts, 8, &bytes));
+                CHECK_OK(dcp_cost_time(&request.cost, tokens, squares, group, tier,
+                                       counts, &seconds));
+                if (bytes <= request.memory_bytes) {
+                    least = seconds < least ? seconds : least;
+                }
+            }
+        }
+        CHECK(isinf(least) ? isinf(time) : fabs(time - least) <= 1e-9 * least);
+        plan_setting_t setting = {.group = group, .recompute = {round % 9, 0}};
+        int64_t cap = plan_cap_tokens(&problem, &setting);
+        CHECK(cap == 0 || plan_bytes(&problem, cap, &setting) <= request.memory_bytes);
+        CHECK(plan_bytes(&problem, cap + 1, &setting) > request.memory_bytes);
+        plan_problem_fini(&problem);
+    }
+}
+
 static dcp_status_t
 plan_scenario(void)
 {
     static const int64_t lengths[12] = {900, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46};
-    static const char *const strategies[] = {"packed", "bucket"};
-    for (int s = 0; s < 2; s++) {
-        dcp_plan_request_t request = request_for(lengths, 12, 3, strategies[s]);
+    for (int rounds = 0; rounds < 2; rounds++) {
+        dcp_plan_request_t request = request_for(lengths, 12, 3, "dcp");
+        request.cost = full_cost;
+        request.memory_bytes = 30000;
+        request.rounds = rounds;
         dcp_plan_t *plan;
         DCP_TRY(dcp_plan_create(&request, &plan));
         dcp_plan_destroy(plan);
@@ -409,9 +501,10 @@ main(void)
     test_caps();
     test_bad_requests();
     test_balance();
-    test_bucket();
+    test_prices();
     test_random();
     test_verify();
+    test_verify_groups();
     check_every_alloc(plan_scenario);
     return check_finish();
 }

@@ -17,7 +17,7 @@ def test_defaults_are_the_documented_ones() -> None:
     settings = load()
     assert settings.preset == "tiny" and settings.steps == 60 and settings.seed == 0
     assert settings.ranks == min(8, config.core_count())
-    assert settings.tokens_per_step == 16384 and settings.strategy == "packed"
+    assert settings.tokens_per_step == 16384 and settings.strategy == "dcp"
     assert settings.data.source == "stdlib" and settings.data.max_length == 4096
     assert settings.data.long == "split" and settings.train.eval_share == 0.01
     assert settings.train.weighting == "token" and settings.checkpoint.keep == 3
@@ -204,14 +204,6 @@ def test_suggestions() -> None:
     assert suggest("zzz", [f"key{i}" for i in range(100)]) == ""
 
 
-@pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strategy "fixed" is known, whatever this build's planner has."""
-    names = dict.fromkeys([*config._CHOICES["strategy"], "fixed"])
-    monkeypatch.setitem(config._CHOICES, "strategy", tuple(names))
-
-
-@pytest.mark.usefixtures("fixed")
 def test_one_fixed_setting() -> None:
     settings = load(
         sets=["plan.sp=2", "plan.recompute=full"], options={"strategy": "fixed", "ranks": 4}
@@ -223,7 +215,6 @@ def test_one_fixed_setting() -> None:
     assert bare.plan.sp is None and bare.plan.recompute is None
 
 
-@pytest.mark.usefixtures("fixed")
 def test_recompute_counts_read_back_from_toml(tmp_path: Path) -> None:
     for value in ("none", "selective", "{mlp = 2}"):
         settings = load(sets=[f"plan.recompute={value}"], options={"strategy": "fixed"})
@@ -232,7 +223,6 @@ def test_recompute_counts_read_back_from_toml(tmp_path: Path) -> None:
         assert load(config=file) == settings
 
 
-@pytest.mark.usefixtures("fixed")
 @pytest.mark.parametrize(
     ("sets", "options", "words"),
     [

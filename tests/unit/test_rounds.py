@@ -22,7 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp import _dcp, checkpoint
+from dcp import checkpoint, config
+from dcp.cli.train import planned_for
+from dcp.loader import in_rounds, setting_of
+from dcp.planning import strategies
 from dcp.reduction import choose_reduce
 from dcp.sharded import ShardedModel
 
@@ -330,24 +333,25 @@ def test_checkpoints_of_one_mode_load_in_another(tmp_path):
             assert len(set(shas)) == 1
 
 
-def peak_bytes(world, config, mode):
-    """The most that the core held in a step of one mode, and what moved in it."""
+def held_bytes(world, config):
+    """What the core holds after a step of each mode, which lets nothing go, and what moved."""
     case = Case(config, [np.arange(9, dtype=np.int32)], [np.arange(9, dtype=np.int32)], None, 0)
-    of_world = _dcp.memory()["held"]
-    with shard(case, world, mode) as model:
-        result = model.step(
-            [case.micro_batch([0])] * 3,
-            scale=1.0,
-            trainable=9,
-            lr=0.1,
-            step=0,
-            optimizer=dcp.optim.AdamW(lr=0.1),
-        )
-        peak = model.memory()["peak"] - of_world
-    windows, reduce = mode
-    cost = dcp.CostModel.for_model(config, windows=windows, reduce=reduce)
-    assert peak <= cost.memory([9], 1, world_size=world.size)
-    return peak, result.gathered_bytes, result.reduced_bytes
+    out = []
+    for windows, reduce in MODES:
+        with shard(case, world, (windows, reduce)) as model:
+            result = model.step(
+                [case.micro_batch([0])] * 3,
+                scale=1.0,
+                trainable=9,
+                lr=0.1,
+                step=0,
+                optimizer=dcp.optim.AdamW(lr=0.1),
+            )
+            held = model.memory()["held"]
+        cost = dcp.CostModel.for_model(config, windows=windows, reduce=reduce)
+        assert held <= cost.memory([9], 1, world_size=world.size)
+        out.append((held, result.gathered_bytes, result.reduced_bytes))
+    return out
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -373,13 +377,12 @@ def test_memory_and_traffic_of_every_mode(tied):
     embedding = sizes["embed_tokens"] if tied else 0
     whole = 4 * (max(sizes.values()) + embedding)  # bytes of the groups that a pass may hold
     saved = 4 * count * (world - 1) // world
-    modes = [dcp.launch(peak_bytes, world, (config, mode)) for mode in MODES]
-    for rank in zip(*modes, strict=True):
-        peaks, gathered, reduced = zip(*rank, strict=True)
-        assert peaks[0] - peaks[1] >= saved - 2 * whole
-        assert peaks[2] - peaks[3] >= saved - whole
+    for rank in dcp.launch(held_bytes, world, (config,)):
+        held, gathered, reduced = zip(*rank, strict=True)
+        assert held[0] - held[1] >= saved - 2 * whole
+        assert held[2] - held[3] >= saved - whole
         # windows hold both packed copies of every layer's weights, gathering one layer's
-        assert peaks[0] - peaks[2] >= 8 * count * 10 // 12 - whole - 8 * embedding
+        assert held[0] - held[2] >= 8 * count * 10 // 12 - whole - 8 * embedding
         assert reduced == (reduced[0], 3 * reduced[0], reduced[0], 3 * reduced[0])
         once = 4 * count * (world - 1) / world
         assert once <= reduced[0] <= 1.02 * once
@@ -514,3 +517,113 @@ def test_groups_inside_rounds(world, seed):
         for with_windows, without in ((0, 2), (1, 3)):
             for name, x in results[with_windows][2].items():
                 assert x.tobytes() == results[without][2][name].tobytes(), name
+
+
+def test_training_settles_when_gradients_are_reduced(tmp_path):
+    """plan.reduce = "auto": without a cap once a step; layer by layer where only that fits."""
+    (tmp_path / "text.txt").write_text("some words of a short document. " * 40)
+    documents = dcp.data.TextFiles(tmp_path, max_length=256)
+
+    def settled(**options):
+        given = {"ranks": 4, "tokens_per_step": 512, "data.max_length": 256} | options
+        cost, reduce = planned_for(config.load(options=given), documents)
+        return cost.memory([256], 1, "full", world_size=4), reduce
+
+    at_least = {reduce: settled(**{"plan.reduce": reduce})[0] for reduce in ("step", "layer")}
+    between = f"{(at_least['step'] + at_least['layer']) // 2}"
+    assert at_least["layer"] < at_least["step"]
+    assert settled()[1] == "step"
+    assert settled(memory="2GB")[1] == "step"
+    assert settled(memory=between, strategy="fixed", **{"plan.recompute": "full"})[1] == "layer"
+    assert settled(memory="1MB")[1] == "layer", "the loader says that it fits nowhere"
+    assert settled(memory=between, **{"plan.reduce": "step"})[1] == "step"
+
+
+def planned_case(seed: int, world: int, strategy: str):
+    """Random sequences and the planner's rounds for them, under a cap that binds where it can."""
+    case = test_sequence.random_case(seed, world, recompute=(0, 0))
+    cost = dcp.CostModel.for_model(case.config, threads=1)
+    lengths = [len(sequence) for sequence in case.sequences]
+    least = cost.memory([], 1, world_size=world)
+    whole = cost.memory([max(lengths)], 1, world_size=world)
+    options = {"world_size": world, "rounds": True, "strategy": strategy, "max_tokens": 96}
+    try:
+        cap = least + (whole - least) * 7 // 10
+        return case, dcp.plan(lengths, cost, memory_bytes=cap, **options)
+    except dcp.InfeasibleError:
+        return case, dcp.plan(lengths, cost, **options | {"max_tokens": None})
+
+
+def planned_gradients(world, cases):
+    out = []
+    for case, plan in cases:
+        batches = []
+        for planned in in_rounds(plan, world.rank):
+            chosen = [] if planned is None else list(planned.sequences)
+            batch = case.micro_batch(0, 1, chosen)
+            batches.append(batch._replace(**setting_of(planned, world.rank)))
+        results = []
+        for windows, reduce in MODES[1:]:
+            with ShardedModel(case.config, world, seed=3, windows=windows, reduce=reduce) as model:
+                tensors = {name: np.array(x) for name, x in model.parameters().items()}
+                loss, grads = model.loss_and_gradients(
+                    batches, scale=case.scale, groups=plan.groups
+                )
+            results.append((loss, grads if world.rank == 0 else None))
+        out.append((tensors if world.rank == 0 else None, results))
+    return out
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=1, deadline=None)
+def test_rounds_of_every_strategy(world, seed):
+    """Promise 1 from the planner's rounds on: groups, recompute and empty micro-batches."""
+    names = [name for name in strategies() if name != "fixed"]
+    cases = [planned_case(seed + i, world, name) for i, name in enumerate(names)]
+    ranks = dcp.launch(planned_gradients, world, (cases,))
+    for i, (case, _) in enumerate(cases):
+        tensors, results = ranks[0][i]
+        whole = case.micro_batch(0, 1, list(range(len(case.sequences))))
+        judge_loss, judge = Reference(case.config, tensors).loss_and_gradients(
+            whole.tokens, whole.offsets, whole.labels, weights=whole.weights, scale=case.scale
+        )
+        for loss, grads in results:
+            assert abs(loss - judge_loss) <= 1e-6 * max(abs(judge_loss), 1e-3), names[i]
+            assert worst_error(grads, judge) <= 1e-5, names[i]
+
+
+def make_differently(world, case, settings):
+    with pytest.raises(dcp.MismatchError) as caught:
+        ShardedModel(**{"config": case.config, "world": world} | settings[world.rank])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "other"),
+    [
+        ("reduce_layer: rank 0 has 0, rank 2 has 1", {}, {"reduce": "layer"}),
+        ("no_windows: rank 0 has 1, rank 2 has 0", {"windows": False}, {}),
+        ("block_rows: rank 0 has 1, rank 2 has 4", {}, {"block_rows": 4}),
+        ("what is frozen: rank 0 has", {}, {"frozen": ["*norm*"]}),
+        ("the model: rank 0 has", {}, {"config": make_case(4).config}),
+    ],
+)
+def test_ranks_that_make_another_model_are_an_error_on_all(words, own, other):
+    """Promise 4: before a buffer is made."""
+    for text in dcp.launch(make_differently, 3, (make_case(3), [own, own, other])):
+        assert f"ranks disagree on {words}" in text
+
+
+def evaluate_only(world, case):
+    out = []
+    for mode in MODES:
+        with shard(case, world, mode, forward_only=True) as model:
+            batches = case.plan(world.size)[world.rank]
+            out.append(model.evaluate(batches, scale=case.scale))
+    return out
+
+
+def test_models_for_evaluation_in_every_mode():
+    ranks = dcp.launch(evaluate_only, 2, (make_case(5),))
+    assert len({loss for rank in ranks for loss in rank}) == 1 and ranks[0][0] > 0

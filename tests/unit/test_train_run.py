@@ -219,6 +219,51 @@ def test_without_windows_and_by_layer(text: Path, windows: str, reduce: str) -> 
     assert other["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
 
+def plans(document: Any) -> list[str]:
+    return [step["plan"] for step in document["steps"]]
+
+
+def test_refit_is_logged_and_repeats_from_its_log(text: Path, tmp_path: Path) -> None:
+    """Plans follow the clock; from the log they repeat bitwise, also over a save and a resume."""
+    refit = ("--ranks", 2, "--set", "plan.refit=true")
+    run = train(text, *refit, "--steps", 6, "--metrics", tmp_path / "a")
+    log = tmp_path / "a" / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    refits = [line for line in lines if line["kind"] == "refit"]
+    assert [line["step"] for line in refits] == list(range(6))
+    assert all(len(line["busy_s"]) == 2 and line["scales"] for line in refits)
+    fixed = train(text, "--ranks", 2, "--steps", 6)
+    same = [a == b for a, b in zip(plans(run), plans(fixed), strict=True)]
+    assert same == [True, True, False, False, False, False], "step n counts from step n + 2 on"
+    assert losses(run) == pytest.approx(losses(fixed), rel=1e-5)
+
+    again = train(text, "--ranks", 2, "--steps", 6, "--replay", log)
+    assert plans(again) == plans(run)
+    assert again["parameters_sha256"] == run["parameters_sha256"]
+
+    half = ("--ranks", 2, "--replay", log, "--checkpoint", tmp_path / "c")
+    train(text, *half, "--steps", 3)
+    rest = train(text, *half, "--steps", 6, "--resume")
+    assert plans(rest) == plans(run)[3:]
+    assert rest["parameters_sha256"] == run["parameters_sha256"]
+
+
+def test_logs_that_cannot_be_replayed(text: Path, tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    short = ("--ranks", 2, "--steps", 3)
+    train(text, *short, "--metrics", tmp_path)
+    assert "no refits" in train(text, *short, "--replay", log, code=2)
+    refit = ("--set", "plan.refit=true")
+    assert "--metrics" in train(text, *short, *refit, code=2)
+    train(text, *short, *refit, "--metrics", tmp_path)
+    more = ("--ranks", 2, "--steps", 4, "--replay", log)
+    assert "no times of step 3" in train(text, *more, code=2)
+    other = ("--ranks", 3, "--steps", 3, "--replay", log)
+    assert "is of 2 ranks" in train(text, *other, code=2)
+    seed = ("--seed", 4, "--replay", log)
+    assert "step 0 has plan" in train(text, *short, *seed, code=1)
+
+
 def test_memory_mapped_tokens_train_on_any_world(tmp_path: Path) -> None:
     """Several .npy files with document borders and labels (case E-04: mapped read-only)."""
     random = np.random.default_rng(3)
