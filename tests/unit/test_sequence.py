@@ -8,6 +8,7 @@ lie side by side.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp import _dcp
+from dcp import _dcp, analytic
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from ref import Reference
@@ -433,11 +434,13 @@ def test_memory_stays_under_the_estimate():
         kv_heads = int(rng.integers(1, 3))
         config = make_config(kv_heads * int(rng.integers(1, 5)), kv_heads, head_dim=8)
         lengths = [1] * 700 if seed == 0 else rng.integers(1, 500, 5).tolist()
-        for kind in ("auto", "ring", "ulysses"):
-            every = list(range(len(lengths)))
-            cases.append(make_case(config, lengths, [(0, 3, every)], seed=seed, kind=kind))
-            cost = dcp.CostModel.for_model(config, threads=1)
+        every = list(range(len(lengths)))
+        for kind, windows in itertools.product(("auto", "ring", "ulysses"), (True, False)):
+            plan = [(0, 3, every)]
+            cases.append(make_case(config, lengths, plan, seed=seed, kind=kind, windows=windows))
+            cost = dcp.CostModel.for_model(config, threads=1, windows=windows)
             fixed = cost.fixed_bytes + cost.sharded_bytes / 3
+            fixed -= analytic.host_rotary_bytes(config, config.max_position_embeddings)
             estimates.append(int(cost.memory(lengths, ranks=3, world_size=3) - fixed))
     for rank in dcp.launch(run_capped, 3, (cases, estimates)):
         assert rank == [None] * len(cases)
