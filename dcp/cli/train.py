@@ -288,7 +288,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
 def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
     """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
     import dcp
-    from dcp.analytic import device_named, host_fixed_fields
+    from dcp.analytic import Shape, device_named, host_fixed_fields, host_group_token_bytes
     from dcp.reduction import choose_reduce
 
     config, plan = settings.transformer(), settings.plan
@@ -301,7 +301,11 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
-        return dataclasses.replace(measured, **host_fixed_fields(config, reduce, plan.windows))
+        return dataclasses.replace(
+            measured,
+            group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
+            **host_fixed_fields(config, reduce, plan.windows),
+        )
 
     reduce = plan.reduce
     if reduce == "auto" and settings.memory is None:
