@@ -154,8 +154,7 @@ void sequence_mail_fini(sequence_mail_t *mail);
 dcp_status_t sequence_fail_identity(const sequence_pass_t *pass, int32_t rank);
 
 /* What forward and backward share. */
-sequence_view_t sequence_view_of(const sequence_pass_t *pass,
-                                 const dcp_attention_args_t *args);
+sequence_view_t sequence_view_of(const dcp_attention_args_t *args);
 /* Floats of a row of the exchange part. */
 int64_t sequence_pass_gathered(const sequence_pass_t *pass);
 /* The arguments for one run of heads and the query rows of rank `rank`; keys and

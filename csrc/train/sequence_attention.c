@@ -20,9 +20,8 @@ sequence_pass_gathered(const sequence_pass_t *pass)
 }
 
 sequence_view_t
-sequence_view_of(const sequence_pass_t *pass, const dcp_attention_args_t *args)
+sequence_view_of(const dcp_attention_args_t *args)
 {
-    (void)pass;
     return (sequence_view_t){
         .q = (float *)(uintptr_t)args->q,
         .k = (float *)(uintptr_t)args->k,
@@ -138,7 +137,7 @@ sequence_forward(void *state, dcp_queue_t *queue, int64_t layer,
     (void)layer;
     sequence_pass_t *pass = state;
     const sequence_cut_t *cut = &pass->cut;
-    sequence_view_t own = sequence_view_of(pass, args);
+    sequence_view_t own = sequence_view_of(args);
     DCP_TRY(sequence_pass_meet(pass, queue, &own, false));
     if (pass->heads.run_count > 0) {
         DCP_TRY(gather(pass, queue));

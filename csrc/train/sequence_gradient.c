@@ -174,7 +174,7 @@ sequence_backward(void *state, dcp_queue_t *queue, int64_t layer,
 {
     (void)layer;
     sequence_pass_t *pass = state;
-    sequence_view_t own = sequence_view_of(pass, &args->forward);
+    sequence_view_t own = sequence_view_of(&args->forward);
     own.dout = (float *)(uintptr_t)args->dout;
     own.dq = args->dq;
     own.dout_stride = args->dout_stride;

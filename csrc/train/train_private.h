@@ -52,7 +52,7 @@ struct dcp_sharded {
     dcp_window_t *group_window; /* owned; with windows */
     float *group_gradients;     /* this rank's in one of these; NULL: reduce = step */
 
-    /* sequence.c */
+    /* sequence.h */
     dcp_sequence_kind_t sequence_kind; /* how groups share attention */
     sequence_pool_t *sequence_pool;    /* owned; NULL: no group so far */
 };
