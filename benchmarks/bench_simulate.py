@@ -22,7 +22,7 @@ import dcp
 MODEL, MEMORY, STEPS = "llama-3-8b", 141 * 10**9, 10
 DATA = dcp.simulate.PAPER
 OTHERS = ("bucket-published", "inter-published", "bucket", "inter", "packed", "fixed-best")
-RANKS, WARM_UP, MEASURED_STEPS, FIT_STEPS, REPEATS = 2, 2, 18, 6, 3
+RANKS, WARM_UP, MEASURED_STEPS, FIT_STEPS, REPEATS = 2, 1, 15, 5, 3
 
 
 def h200(**constants: Any) -> dcp.CostModel:
@@ -161,7 +161,7 @@ def train_and_measure(
     config = dcp.Transformer1D.preset("tiny", **SHAPE)
     plans, busy = [], np.full((REPEATS, WARM_UP + MEASURED_STEPS, world.size), np.inf)
     for repeat in range(REPEATS):
-        loader = dcp.Loader(documents, world, cost, tokens_per_step=8192, strategy=strategy)
+        loader = dcp.Loader(documents, world, cost, tokens_per_step=4096, strategy=strategy)
         with dcp.fully_shard(config, world, seed=1) as model:
             for data in itertools.islice(loader, WARM_UP + MEASURED_STEPS):
                 result = model.step(
@@ -190,7 +190,7 @@ SHAPE |= {"intermediate_size": 688}
 def test_against_measured(source: str, strategy: str, benchmark) -> None:
     config = dcp.Transformer1D.preset("tiny", **SHAPE)
     if source == "profiled":
-        cost = dcp.profile(config, ranks=RANKS)
+        cost = dcp.profile(config, ranks=RANKS, max_tokens=4096, seconds=10)
     else:
         cost = dcp.CostModel.for_model(config)
     documents = dcp.data.TextFiles("stdlib", max_length=4096)

@@ -69,6 +69,13 @@ class Span:
         From the start of the step; all ranks of a micro-batch enter and leave together.
     work_s : float
         Of these, what the rank works; the rest it waits for its group.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> plan = dcp.plan([5], dcp.CostModel(token_s=1.0), world_size=1)
+    >>> dcp.simulate.step(plan).rank(0)
+    [Span(micro_batch=0, start_s=0.0, end_s=5.0, work_s=5.0)]
     """
 
     micro_batch: int
@@ -93,7 +100,7 @@ class TimeLine:
     Examples
     --------
     >>> import dcp
-    >>> plan = dcp.plan([5, 3, 2], dcp.CostModel(token_s=1.0), world_size=2, strategy="packed")
+    >>> plan = dcp.plan([5, 3, 2], dcp.CostModel(token_s=1.0), world_size=2, max_group=1)
     >>> line = dcp.simulate.step(plan)
     >>> line.makespan_s, line.busy_s.tolist(), line.rank(0)[0].end_s
     (5.0, [5.0, 5.0], 5.0)
@@ -188,7 +195,7 @@ def step(
     Examples
     --------
     >>> import dcp
-    >>> plan = dcp.plan([5, 3, 2], dcp.CostModel(token_s=1.0), world_size=2, strategy="packed")
+    >>> plan = dcp.plan([5, 3, 2], dcp.CostModel(token_s=1.0), world_size=2, max_group=1)
     >>> dcp.simulate.step(plan, stragglers={1: 1.5}).makespan_s
     7.5
     """
@@ -276,6 +283,16 @@ class Simulation:
         token), `message` (why a strategy has no figures; else None).
     settings : dict
         What was simulated.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> cost = dcp.CostModel(latency_s=1e-3, token_s=1e-6, square_s=1e-10)
+    >>> result = dcp.simulate.training(cost, "short", devices=2, steps=1, tokens_per_step=8000)
+    >>> result.speedup("short", 2, "dcp", over="bucket") >= 1
+    True
+    >>> result.timeline("dcp").makespan_s == result.row("short", 2, "dcp")["step_s"]
+    True
     """
 
     rows: list[dict[str, Any]]
@@ -693,6 +710,12 @@ class Agreement:
         Time of the longest rank of each step that was not fitted, scaled.
     errors : tuple of float
         predicted / measured - 1.
+
+    Examples
+    --------
+    >>> found = dcp.simulate.Agreement(1.0, (1.1, 2.0), (1.0, 2.0), (0.1, 0.0))
+    >>> round(found.median_error, 3)
+    0.05
     """
 
     scale: float

@@ -85,7 +85,7 @@ def plan_lines(plan: Any, *, width: int = 96) -> Any:
     --------
     >>> import dcp
     >>> from dcp import viz
-    >>> plan = dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2, strategy="packed")
+    >>> plan = dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2, max_group=1)
     >>> print(viz.plan_lines(plan, width=8).plain.splitlines()[1])
      1 ████····
     """
@@ -411,7 +411,7 @@ def plan_html(plan: Any, *, width: int = 760, max_ranks: int = 256) -> str:
     --------
     >>> import dcp
     >>> from dcp import viz
-    >>> plan = dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2, strategy="packed")
+    >>> plan = dcp.plan([4, 2], dcp.CostModel(token_s=1.0), world_size=2, max_group=1)
     >>> viz.plan_html(plan).count("<title>")
     2
     """
