@@ -504,10 +504,19 @@ def host_rotary_bytes(config: Transformer1D, tokens: int) -> int:
     return 4 * rows * config.head_dim
 
 
-def host_group_token_bytes(shape: Shape) -> float:
+def host_group_token_bytes(shape: Shape, windows: bool = True) -> float:
     """Bytes that each rank of a group holds for every token of the group, whoever computes it.
 
     Its copy of one layer's keys and values, then its partial gradients of them, in fp32; at most 72
     bytes of tables that say which rank holds which rows, and of this rank's part of the batch.
+    Without windows also what it sends and receives (csrc/train/sequence_boxes.c), at most: keys and
+    values of others, 8 K D bytes; its own for each part of a slot, 4 (K + H) D; partial gradients
+    of its rows, 8 (K + 1) D; and columns of its slot's rows, 16 (H / 2 + 1) D + 6 H D, and lse.
     """
-    return 2.0 * shape.key_width * 4 + 72.0
+    held = 2.0 * shape.key_width * 4 + 72.0
+    if windows:
+        return held
+    heads, kv_heads, dim = shape.heads, shape.key_heads, shape.head_dim
+    keys = 8 * kv_heads + 4 * (kv_heads + heads) + 8 * (kv_heads + 1)
+    columns = 16 * (heads / 2 + 1) + 6 * heads
+    return held + dim * (keys + columns) + 2 * heads + 4

@@ -372,7 +372,7 @@ class CostModel:
                 shape.layers,
                 fitting.memory_probes(config.max_position_embeddings),
             ),
-            group_token_bytes=analytic.host_group_token_bytes(shape),
+            group_token_bytes=analytic.host_group_token_bytes(shape, windows),
             name=f"{_label(shape)} on {chosen.name}",
             model=shape.fingerprint,
         )

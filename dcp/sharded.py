@@ -402,9 +402,9 @@ def fully_shard(
         gradients), or as each layer's backward pass ends (a shard of the gradients; as many times
         the traffic as there are micro-batches).
     sequence_parallel : {"auto", "ulysses", "ring"}
-        How the ranks of a group share attention over their rows: by heads, evenly or not ("ulysses",
-        arXiv 2309.14509), by rows ("ring", arXiv 2310.01889, in zigzag order), or by heads as far
-        as the group's size and the number of heads have a common divisor, and the rest by rows.
+        How the ranks of a group share attention: by heads, evenly or not ("ulysses", arXiv
+        2309.14509), by rows in zigzag order ("ring", arXiv 2310.01889), or by heads as far as the
+        group's size and the number of heads have a common divisor, and the rest by rows.
 
     Returns
     -------

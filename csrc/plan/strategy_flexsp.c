@@ -17,9 +17,9 @@
  * have room in time and tokens, then open new ones. Of the least T, the groups that end
  * last are doubled while ranks are free, and then give single sequences to the group
  * that ends first as long as that helps. Cost: steps of the search are counted, and
- * further counts of waves are tried only while few were taken.
- * A barrier ends each wave there; here a rank goes on as soon as its next group is
- * free, unless ranks move in rounds.
+ * further counts of waves are tried only while few were taken; many waves get less
+ * each. A barrier ends each wave there; here a rank goes on as soon as its next group
+ * is free, unless ranks move in rounds.
  */
 #include "choices.h"
 
@@ -32,6 +32,7 @@ enum {
     BUCKETS = 16,
     TOPS = 64, /* candidates for bucket tops */
     MORE_COUNTS = 4,
+    FEW_WAVES = 64, /* of more, each is worth less of a search */
     BISECTIONS = 8,
     MOVES = 32,
     STEPS_MOST = 60000, /* visits of (bucket, group) before the search stops */
@@ -57,6 +58,7 @@ typedef struct flexsp {
     int64_t *list;          /* [n] members of one group */
     flex_group_t *groups;   /* [W] of the wave */
     int32_t group_count, free_ranks;
+    int64_t wave_count; /* asked for */
     int64_t steps;
 } flexsp_t;
 
@@ -242,6 +244,7 @@ try_time(flexsp_t *f, const int64_t counts[BUCKETS], double time_s)
             group->size_index = (int32_t)size_index;
             group->time_s = f->rates[size_index].latency_s;
             f->free_ranks -= f->sizes[size_index];
+            f->steps++;
             int64_t room = room_for(f, group, b, time_s);
             room = room < 1 ? 1 : room < left ? room : left; /* 1: rounding */
             take(f, group, b, room);
@@ -341,7 +344,9 @@ move_sequences(flexsp_t *f)
 static double
 solve_wave(flexsp_t *f, const int64_t counts[BUCKETS])
 {
-    const double growth = 1.25;
+    int few = f->wave_count <= FEW_WAVES;
+    const double growth = few ? 1.25 : 2;
+    const int bisections = few ? BISECTIONS : BISECTIONS / 2;
     double low = least_time(f, counts), high = low;
     for (int tries = 0; !try_time(f, counts, high); tries++) {
         if (high == INFINITY) {
@@ -350,7 +355,7 @@ solve_wave(flexsp_t *f, const int64_t counts[BUCKETS])
         low = high;
         high = tries < 2 * BISECTIONS ? high * growth : INFINITY;
     }
-    for (int i = 0; i < BISECTIONS && high < INFINITY && high > low; i++) {
+    for (int i = 0; i < bisections && high < INFINITY && high > low; i++) {
         double middle = low + (high - low) / 2;
         if (try_time(f, counts, middle)) {
             high = middle;
@@ -420,6 +425,7 @@ static dcp_status_t
 solve_waves(flexsp_t *f, int64_t wave_count, plan_draft_t *draft, double *time_p)
 {
     int64_t n = f->problem->request->length_count, cap = wave_cap(f, wave_count);
+    f->wave_count = wave_count;
     *time_p = 0;
     for (int64_t start = 0, end; start < n; start = end) {
         int64_t counts[BUCKETS];

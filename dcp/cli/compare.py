@@ -15,9 +15,14 @@ from typing import IO, Any
 from dcp.cli import InputError
 from dcp.cli.show import size
 
-__all__ = ["EQUAL", "compare_table", "loss_difference", "settings_of"]
+__all__ = ["EQUAL", "compare_table", "loss_difference", "output_of", "settings_of", "strategies_of"]
 
 EQUAL = 1e-5  # relative difference up to which two losses count as equal
+
+
+def strategies_of(names: str) -> list[str]:
+    """The names of a comma-separated list."""
+    return [name.strip() for name in names.split(",")]
 
 
 def settings_of(names: str, settings: Any) -> list[Any]:
@@ -25,7 +30,7 @@ def settings_of(names: str, settings: Any) -> list[Any]:
     from dcp import config
 
     known = config.strategy_names()
-    chosen = [name.strip() for name in names.split(",")]
+    chosen = strategies_of(names)
     for i, name in enumerate(chosen):
         if name not in known:
             raise InputError(

@@ -15,7 +15,7 @@ import click
 
 from dcp._env import thread_count
 from dcp.cli import InputError, common, log_to_stderr, reading_input
-from dcp.cli.compare import compare_table, loss_difference, output_of, settings_of
+from dcp.cli.compare import compare_table, loss_difference, output_of, settings_of, strategies_of
 from dcp.cli.progress import closing_table, progress
 
 
@@ -83,6 +83,11 @@ def command(
     """
     from dcp import config
 
+    if compare is not None:
+        if options["strategy"] is not None:
+            raise InputError("--compare names the strategies: leave --strategy out")
+        if "fixed" in strategies_of(compare):  # which alone may have plan.sp and plan.recompute
+            options["strategy"] = "fixed"
     settings = config.load(
         preset=preset,
         config=config_file,
@@ -92,8 +97,6 @@ def command(
     if print_config:
         click.echo(settings.to_toml(), nl=False)
         return None
-    if compare is not None and options["strategy"] is not None:
-        raise InputError("--compare names the strategies: leave --strategy out")
     if compare is not None and (settings.checkpoint.folder is not None or resume):
         raise InputError("--compare trains a fresh model each time: leave --checkpoint out")
     if compare is not None and replay is not None:
@@ -285,7 +288,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
 def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
     """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
     import dcp
-    from dcp.analytic import device_named, host_fixed_fields
+    from dcp.analytic import Shape, device_named, host_fixed_fields, host_group_token_bytes
     from dcp.reduction import choose_reduce
 
     config, plan = settings.transformer(), settings.plan
@@ -298,7 +301,11 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
-        return dataclasses.replace(measured, **host_fixed_fields(config, reduce, plan.windows))
+        return dataclasses.replace(
+            measured,
+            group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
+            **host_fixed_fields(config, reduce, plan.windows),
+        )
 
     reduce = plan.reduce
     if reduce == "auto" and settings.memory is None:

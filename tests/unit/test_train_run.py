@@ -201,6 +201,10 @@ def test_any_fixed_setting_gives_the_same_losses(text: Path) -> None:
         shared = train(text, *FIXED, "--ranks", ranks, "--set", f"plan.sp={sp}")
         assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
         assert set(shared["steps"][0]["sp"]) == {sp}
+    for kind in ("ulysses", "ring"):
+        sets = ("--set", "plan.sp=3", "--set", f"plan.sequence_parallel={kind}")
+        shared = train(text, *FIXED, "--ranks", 3, *sets)
+        assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
     hashes = set()
     for recompute in ("none", "selective", "full", "{layer = 1}"):
         sets = ("--set", "plan.sp=2", "--set", f"plan.recompute={recompute}")
@@ -217,6 +221,16 @@ def test_without_windows_and_by_layer(text: Path, windows: str, reduce: str) -> 
     plain = train(text, *more)
     assert losses(other) == pytest.approx(losses(plain), rel=1e-5)
     assert other["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
+
+
+def test_compare_with_a_fixed_setting(text: Path) -> None:
+    """plan.sp is for "fixed" alone; the others beside it choose their own."""
+    args = ("--ranks", 2, "--steps", 2, "--compare", "packed,fixed", "--set", "plan.sp=2")
+    packed, fixed = train(text, *args)["compare"]
+    assert set(fixed["steps"][0]["sp"]) == {2}
+    assert losses(packed) == pytest.approx(losses(fixed), rel=1e-5)
+    refused = train(text, "--compare", "packed,dcp", "--set", "plan.sp=2", code=2)
+    assert "plan.sp = 2 is the setting of strategy 'fixed'" in refused
 
 
 def plans(document: Any) -> list[str]:
