@@ -22,17 +22,17 @@ enum { DEFAULT_MAX_TOKENS = 4096, MAX_WORLD = 1 << 20 };
 static const int64_t max_total_tokens = INT64_C(1) << 53;
 
 static const plan_strategy_t strategies[] = {
-    {"dcp", plan_dcp_run},
-    {"packed", plan_packed_run},
-    {"bucket", plan_bucket_run},
-    {"inter", plan_inter_run},
-    {"bucket-published", plan_bucket_published_run},
-    {"inter-published", plan_inter_published_run},
-    {"fixed", plan_fixed_run},
-    {"fixed-best", plan_fixed_best_run},
-    {"flexsp", plan_flexsp_run},
-    {"megatron", plan_megatron_run},
-    {"knapformer", plan_knapformer_run},
+    {"dcp", plan_dcp_run, 0},
+    {"packed", plan_packed_run, 1},
+    {"bucket", plan_bucket_run, 1},
+    {"inter", plan_inter_run, 0},
+    {"bucket-published", plan_bucket_published_run, 1},
+    {"inter-published", plan_inter_published_run, 0},
+    {"fixed", plan_fixed_run, 1},
+    {"fixed-best", plan_fixed_best_run, 1},
+    {"flexsp", plan_flexsp_run, 0},
+    {"megatron", plan_megatron_run, 0},
+    {"knapformer", plan_knapformer_run, 0},
 };
 
 const plan_strategy_t *

@@ -109,6 +109,8 @@ double plan_least_recompute(const plan_problem_t *problem, const plan_price_t *p
 typedef struct plan_strategy {
     const char *name;
     dcp_status_t (*run)(const plan_problem_t *problem, plan_draft_t *draft);
+    int one_setting; /* all micro-batches share one size and one of "none", "selective",
+                        "full": what no such plan can beat is known without a draft */
 } plan_strategy_t;
 
 /* All strategies, in the order of their names' indices. */

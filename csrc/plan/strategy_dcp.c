@@ -20,7 +20,7 @@
 enum { TARGETS = 8, TARGETS_OF_MANY = 3, MANY_RANKS = 256 };
 
 /* Of many sequences, targets that gain little are tried this often. */
-enum { PATIENCE = 2, MANY_SEQUENCES = 512 };
+enum { PATIENCE = 1, MANY_SEQUENCES = 512 };
 static const double worth_more = 0.03; /* of the gap to the bound */
 
 /* Closer to the bound than this is far below what a cost model knows. */
@@ -109,14 +109,47 @@ search_targets(contest_t *contest, dcp_search_t *search)
     return enter(contest, "dcp");
 }
 
+/* What no plan of one setting for all can beat: work over ranks, of the best setting
+ * that holds the longest sequence, on groups that lie as well as they can. */
+static double
+one_setting_bound(const plan_problem_t *problem)
+{
+    const dcp_plan_request_t *request = problem->request;
+    double tokens = 0, squares = 0, least = INFINITY;
+    for (int64_t i = 0; i < request->length_count; i++) {
+        tokens += (double)request->lengths[i];
+        squares += (double)request->lengths[i] * (double)request->lengths[i];
+    }
+    for (int32_t p = 1; p <= problem->max_group; p++) {
+        plan_price_t price;
+        plan_price_init(&request->cost, p, plan_best_tier(&request->cost, p), &price);
+        for (int which = PLAN_NONE; which < PLAN_RECOMPUTES; which++) {
+            plan_setting_t setting = {.group = p};
+            plan_recompute(&request->cost, which, setting.recompute);
+            if (request->memory_bytes > 0
+                && plan_bytes(problem, problem->longest, &setting)
+                       > request->memory_bytes) {
+                continue;
+            }
+            double work = plan_price_work(&price, tokens, squares, setting.recompute);
+            least = fmin(least, price.start_s + p * work / request->world);
+        }
+    }
+    return least;
+}
+
 static dcp_status_t
 price_others(contest_t *contest)
 {
     int64_t count;
     const plan_strategy_t *others = plan_strategies(&count);
+    double one_setting = one_setting_bound(contest->problem);
     for (int64_t k = 0; k < count; k++) {
         if (strcmp(others[k].name, "dcp") == 0
             || strcmp(others[k].name, "fixed") == 0) {
+            continue;
+        }
+        if (others[k].one_setting && one_setting > contest->best.plan->makespan_s) {
             continue;
         }
         plan_draft_clear(&contest->trial);

@@ -48,6 +48,7 @@ typedef struct dcp_search {
     dcp_place_t *best_places; /* [count] the best so far */
     dcp_rank_t *ranks;        /* [world] */
     double *load_s;           /* [world] end of each rank, in place.c */
+    double *rest_s;           /* [world] of it, what is not the run below */
     int32_t *heap;            /* [world] ranks, least load on top */
     int32_t *heap_at;         /* [world] */
     double *failed_s;         /* [size_count, DCP_TIERS] a time that found no block */

@@ -147,16 +147,13 @@ try_exchange(dcp_search_t *s, int32_t slow, int32_t fast)
     if (!best_exchange(s, slow, fast, &give, &take)) {
         return 0;
     }
-    const int64_t *slow_run = s->items + s->run_starts[slow];
-    const int64_t *fast_run = s->items + s->run_starts[fast];
     int64_t *slow_trial = s->trial, *fast_trial = s->trial + s->count + 1;
-    int64_t given = slow_run[give], taken = take >= 0 ? fast_run[take] : -1;
-    double slow_rest = s->load_s[slow] - run_time(s, slow_run, s->run_counts[slow]);
-    double fast_rest = s->load_s[fast] - run_time(s, fast_run, s->run_counts[fast]);
+    int64_t given = s->items[s->run_starts[slow] + give];
+    int64_t taken = take >= 0 ? s->items[s->run_starts[fast] + take] : -1;
     int64_t slow_count = edit_run(s, slow, give, taken, slow_trial);
     int64_t fast_count = edit_run(s, fast, take, given, fast_trial);
-    double slow_s = slow_rest + run_time(s, slow_trial, slow_count);
-    double fast_s = fast_rest + run_time(s, fast_trial, fast_count);
+    double slow_s = s->rest_s[slow] + run_time(s, slow_trial, slow_count);
+    double fast_s = s->rest_s[fast] + run_time(s, fast_trial, fast_count);
     double limit = s->load_s[slow] * (1 - 1e-9);
     if (slow_s >= limit || fast_s >= limit) {
         return 0;
@@ -201,7 +198,8 @@ dcp_search_balance(dcp_search_t *search, double enough_s)
         for (int64_t i = 0; i < count; i++) {
             work += s->alone_s[s->items[s->run_starts[r] + i]];
         }
-        s->load_s[r] += run_time(s, s->items + s->run_starts[r], count) - work;
+        s->rest_s[r] = s->load_s[r] - work;
+        s->load_s[r] = s->rest_s[r] + run_time(s, s->items + s->run_starts[r], count);
     }
     int64_t tries = TRIES_BASE + s->world, sweeps_left = MOST_SWEEPS;
     int improved = 1;

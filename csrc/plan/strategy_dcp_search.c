@@ -83,6 +83,7 @@ lay_out(dcp_search_t *s, char *base)
     s->best_places = take(&arena, n, sizeof s->places[0]);
     s->ranks = take(&arena, w, sizeof s->ranks[0]);
     s->load_s = take(&arena, w, sizeof s->load_s[0]);
+    s->rest_s = take(&arena, w, sizeof s->rest_s[0]);
     s->heap = take(&arena, w, sizeof s->heap[0]);
     s->heap_at = take(&arena, w, sizeof s->heap_at[0]);
     s->failed_s = take(&arena, k * DCP_TIERS, sizeof s->failed_s[0]);
