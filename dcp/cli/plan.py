@@ -180,13 +180,12 @@ def _show(results: list[_Result], best: _Result, where: Any, json_to: str | None
     from rich.table import Table
 
     from dcp import viz
-    from dcp.cli.show import size
 
     console = show_on(json_to)
     plan = best.plans[0]
     tokens = sum(int(p.lengths.sum()) for p in best.plans)
     count = sum(len(p.lengths) for p in best.plans)
-    cap = size(where.memory_bytes) if where.memory_bytes else "no cap"
+    cap = f"{where.memory_bytes / 1e9:.4g} GB" if where.memory_bytes else "no cap"
     console.print(
         f"{where.cost.name or 'cost model'}: {count:,} sequences, {tokens:,} tokens in "
         f"{len(best.plans):,} step{'s' if len(best.plans) > 1 else ''} on {plan.world_size:,} "
