@@ -12,10 +12,9 @@
  * size is what the caps allow for the class's longest sequence; then the published
  * median rule: with t the time of a full micro-batch of the class and t_med the median
  * of t over the classes of the step, where t > t_med, bs' = max(1, floor(bs t_med /
- * t)). Sequences come in data order; a micro-batch goes out when it is full, the
- * remainders at the end by ascending class; groups are dealt round robin. Sequences are
- * laid one after another without padding, so the caps count their tokens, not longest x
- * count. Cost: O(sequences + micro-batches + pairs).
+ * t)). Micro-batches are dealt to the groups round robin in data order: that of their
+ * first sequences. Sequences are laid one after another without padding, so the caps
+ * count their tokens, not longest x count. Cost: O(sequences + micro-batches + pairs).
  */
 #include "classes.h"
 
@@ -108,6 +107,8 @@ send(const plan_problem_t *problem, plan_draft_t *draft, const plan_setting_t *s
                           class->members + start, end - start);
 }
 
+/* A micro-batch goes out when its first sequence comes; what follows in the class fills
+ * it. */
 static dcp_status_t
 deal(const plan_problem_t *problem, plan_draft_t *draft, const plan_setting_t *setting,
      const plan_class_t *classes)
@@ -116,16 +117,13 @@ deal(const plan_problem_t *problem, plan_draft_t *draft, const plan_setting_t *s
     int64_t seen[PLAN_CLASSES] = {0}, sent[PLAN_CLASSES] = {0};
     for (int64_t i = 0; i < request->length_count; i++) {
         int k = plan_class_of(request->lengths[i]);
-        seen[k]++;
-        if (seen[k] - sent[k] == classes[k].batch_size) {
-            DCP_TRY(send(problem, draft, setting, &classes[k], sent[k], seen[k]));
-            sent[k] = seen[k];
+        if (seen[k]++ < sent[k]) {
+            continue;
         }
-    }
-    for (int k = 0; k < PLAN_CLASSES; k++) {
-        if (seen[k] > sent[k]) {
-            DCP_TRY(send(problem, draft, setting, &classes[k], sent[k], seen[k]));
-        }
+        int64_t end = sent[k] + classes[k].batch_size;
+        end = end < classes[k].count ? end : classes[k].count;
+        DCP_TRY(send(problem, draft, setting, &classes[k], sent[k], end));
+        sent[k] = end;
     }
     return DCP_OK;
 }

@@ -215,15 +215,15 @@ def linear(**more: Any) -> dcp.CostModel:
 
 def test_bucket_deals_in_data_order() -> None:
     """Cap 8 tokens. Classes by hand: 8s, {3, 4}, {2}, {1}; batches of 8/8 = 1, 8/4 = 2, 8/2 = 4,
-    8/1 = 8; all full ones take 8 s, so the median rule changes nothing. 0 and 4 go out alone,
-    {2, 6} when the 3 comes; what is left goes out by ascending class: the 1s, then the 2."""
+    8/1 = 8; all full ones take 8 s, so the median rule changes nothing. The order is that of
+    first sequences: 0 alone, 1 takes the other 1 along, 2 the 3, then the 2 and the second 8."""
     made = plan("bucket", [8, 1, 4, 2, 8, 1, 3], linear(), 2, max_group=1, max_tokens=8)
     assert placed(made) == [
         ((0,), (0,)),
-        ((1,), (4,)),
-        ((0,), (2, 6)),
         ((1,), (1, 5)),
-        ((0,), (3,)),
+        ((0,), (2, 6)),
+        ((1,), (3,)),
+        ((0,), (4,)),
     ]
 
 
@@ -232,7 +232,7 @@ def test_bucket_median_rule() -> None:
     median is 16 s, so 4s come alone (2 x 16 / 32); cheaper classes are left as they are."""
     cost = dcp.CostModel(square_s=1.0)
     made = plan("bucket", [4, 4, 2, 2, 1, 1, 1, 1], cost, 1, max_tokens=8)
-    assert [s for _, s in placed(made)] == [(0,), (1,), (4, 5, 6, 7), (2, 3)]
+    assert [s for _, s in placed(made)] == [(0,), (1,), (2, 3), (4, 5, 6, 7)]
 
 
 def test_bucket_takes_the_pair_of_most_tokens_a_second() -> None:
