@@ -277,7 +277,7 @@ def read_lengths(path: str | os.PathLike[str]) -> NDArray[np.int64]:
 
 
 def parse_lengths(text: str, name: str) -> NDArray[np.int64]:
-    """Lengths of a text, one a line; `name` is said in errors."""
+    """Lengths of a text, one a line, blank lines passed over; `name` is said in errors."""
     lengths = []
     for number, line in enumerate(text.splitlines(), 1):
         word = line.strip()
@@ -287,8 +287,11 @@ def parse_lengths(text: str, name: str) -> NDArray[np.int64]:
             value = int(word)
         except ValueError:
             raise ArgumentError(f"{name}:{number}: {word[:40]!r} is no whole number") from None
-        if not 1 <= value < 1 << 63:
-            raise ArgumentError(f"{name}:{number}: length {value} must be >= 1 and fit 64 bits")
+        if value < 1:
+            rule = "must be >= 1: drop empty sequences before planning"
+            raise ArgumentError(f"{name}:{number}: length {value} {rule}")
+        if value >= 1 << 63:
+            raise ArgumentError(f"{name}:{number}: length {value} does not fit 64 bits")
         lengths.append(value)
     if not lengths:
         raise ArgumentError(f"{name} holds no lengths")

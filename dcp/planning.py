@@ -468,31 +468,34 @@ class Plan:
             return cls._parse(document).verify()
         except KeyError as error:
             raise ArgumentError(f"plan lacks the field {error}") from error
-        except (TypeError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, _dcp.Error):
                 raise
             raise ArgumentError(f"plan has a field of the wrong kind: {error}") from error
 
     @classmethod
     def _parse(cls, document: Mapping[str, Any]) -> Plan:
-        batches = document["micro_batches"]
-        ranks = [b["ranks"] for b in batches]
-        sequences = [b["sequences"] for b in batches]
-        recompute = [recompute_counts(b.get("recompute", {}), 0) for b in batches]
+        batches = _kind(document, "micro_batches", list)
+        for i, batch in enumerate(batches):
+            if not isinstance(batch, Mapping):
+                raise ArgumentError(f"plan's micro_batches[{i}] = {batch!r} must be an object")
+        ranks = _columns(batches, "ranks", np.int32)
+        sequences = _columns(batches, "sequences", np.int64)
+        recompute = [recompute_counts(_kind(b, "recompute", Mapping), 0) for b in batches]
         fields: dict[str, Any] = {
             "hash": str(document["hash"]),
             "makespan_s": float(document["makespan_s"]),
             "bound_s": float(document["bound_s"]),
             "winner": str(document["winner"]),
             "rank_offsets": _offsets(ranks),
-            "ranks": _flat(ranks, np.int32),
+            "ranks": np.concatenate([np.zeros(0, np.int32), *ranks]),
             "sequence_offsets": _offsets(sequences),
-            "sequences": _flat(sequences, np.int64),
+            "sequences": np.concatenate([np.zeros(0, np.int64), *sequences]),
             "recompute": np.array(recompute, np.int32).reshape(len(batches), len(KINDS)),
             "start_s": np.array([b["start_s"] for b in batches], np.float64),
             "end_s": np.array([b["end_s"] for b in batches], np.float64),
-            "bytes": _flat([[b["bytes"] for b in batches]], np.int64),
-            "round": _flat([[b.get("round", 0) for b in batches]], np.int32),
+            "bytes": _whole_numbers([b["bytes"] for b in batches], np.int64, "bytes"),
+            "round": _whole_numbers([b.get("round", 0) for b in batches], np.int32, "round"),
         }
         options = {
             f.name: document[f.name] for f in dataclasses.fields(PlanOptions) if f.name in document
@@ -500,9 +503,9 @@ class Plan:
         layers, mlps = options.get("fixed_recompute", (0, 0))
         options["fixed_recompute"] = (operator.index(layers), operator.index(mlps))
         return cls(
-            lengths=_flat([document["lengths"]], np.int64),
+            lengths=_whole_numbers(_kind(document, "lengths", list), np.int64, "lengths"),
             world_size=operator.index(document["world"]),
-            cost=CostModel.from_json(document["cost"]),
+            cost=CostModel.from_json(_kind(document, "cost", Mapping)),
             options=PlanOptions(**options),
             fields=fields,
         )
@@ -533,19 +536,42 @@ class Plan:
         return f"<code>{escape(repr(self))}</code>{viz.plan_html(self)}"
 
 
-def _offsets(lists: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+def _offsets(lists: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     out = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(x) for x in lists], out=out[1:])
     return out
 
 
-def _flat(lists: Sequence[Sequence[int]], dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+def _kind(document: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A field that must be a list or an object."""
+    value = document[name]
+    if not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise ArgumentError(f"plan's {name} = {value!r:.60} must be {wanted}")
+    return value
+
+
+def _whole_numbers(
+    values: Sequence[Any], dtype: type[np.signedinteger[Any]], name: str
+) -> NDArray[Any]:
     limits = np.iinfo(dtype)
-    values = [operator.index(v) for x in lists for v in x]
-    for value in values:
+    numbers = []
+    for i, value in enumerate(values):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise ArgumentError(f"plan's {name}[{i}] = {value!r} must be a whole number")
         if not limits.min <= value <= limits.max:
-            raise ArgumentError(f"plan holds {value}, which does not fit {np.dtype(dtype)}")
-    return np.array(values, dtype)
+            raise ArgumentError(f"plan's {name}[{i}] = {value} does not fit {np.dtype(dtype)}")
+        numbers.append(value)
+    return np.array(numbers, dtype)
+
+
+def _columns(
+    batches: Sequence[Mapping[str, Any]], name: str, dtype: type[np.signedinteger[Any]]
+) -> list[NDArray[Any]]:
+    return [
+        _whole_numbers(_kind(b, name, list), dtype, f"micro_batches[{i}].{name}")
+        for i, b in enumerate(batches)
+    ]
 
 
 def _whole_lengths(array: NDArray[Any]) -> NDArray[Any]:

@@ -16,7 +16,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { DEFAULT_MAX_TOKENS = 4096, MAX_WORLD = 1 << 20 };
+enum { DEFAULT_MAX_TOKENS = 4096 };
 
 /* Token sums stay exact in a double. */
 static const int64_t max_total_tokens = INT64_C(1) << 53;
@@ -130,9 +130,9 @@ dcp_status_t
 dcp_plan_check(const dcp_plan_request_t *request)
 {
     DCP_TRY(dcp_cost_check(&request->cost));
-    if (request->world < 1 || request->world > MAX_WORLD) {
+    if (request->world < 1 || request->world > PLAN_MAX_WORLD) {
         return DCP_FAIL(DCP_ERR_ARG, "world_size = %d must lie in 1..%d",
-                        request->world, (int)MAX_WORLD);
+                        request->world, (int)PLAN_MAX_WORLD);
     }
     if (request->length_count < 0) {
         return DCP_FAIL(DCP_ERR_ARG, "length_count = %" PRId64 " must be >= 0",

@@ -6,6 +6,8 @@
 
 #include "dcp/plan.h"
 
+enum { PLAN_MAX_WORLD = 1 << 20 };
+
 /* A checked request and what follows from it. Every sequence fits some (group,
  * recompute).
  */

@@ -11,8 +11,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-enum { MAX_WORLD = 1 << 20 };
-
 static int32_t
 largest_group(const dcp_plan_request_t *request, int32_t world)
 {
@@ -55,11 +53,13 @@ fits(const plan_problem_t *problem, int64_t length, int32_t world)
 static void
 name_world(const plan_problem_t *problem, int64_t length, char *text, size_t size)
 {
-    if (!fits(problem, length, MAX_WORLD)) {
-        snprintf(text, size, "no world would do");
+    if (!fits(problem, length, PLAN_MAX_WORLD)) {
+        snprintf(text, size,
+                 "no world would do: %" PRId64 " bytes are on every rank of any",
+                 least_bytes(problem, length, PLAN_MAX_WORLD));
         return;
     }
-    int32_t low = problem->request->world, high = MAX_WORLD;
+    int32_t low = problem->request->world, high = PLAN_MAX_WORLD;
     while (high - low > 1) {
         int32_t middle = low + (high - low) / 2;
         if (fits(problem, length, middle)) {
@@ -77,7 +77,7 @@ fail_length(const plan_problem_t *problem, int64_t index)
     const dcp_plan_request_t *request = problem->request;
     int64_t length = request->lengths[index];
     int64_t bytes = least_bytes(problem, length, request->world);
-    char world[80];
+    char world[96];
     name_world(problem, length, world, sizeof world);
     if (bytes == INT64_MAX) {
         return DCP_FAIL(DCP_ERR_INFEASIBLE,
@@ -103,7 +103,7 @@ plan_check_fits(const plan_problem_t *problem)
     const dcp_plan_request_t *request = problem->request;
     int64_t fixed = least_bytes(problem, 0, request->world);
     if (request->memory_bytes > 0 && fixed > request->memory_bytes) {
-        char world[80];
+        char world[96];
         name_world(problem, 0, world, sizeof world);
         return DCP_FAIL(DCP_ERR_INFEASIBLE,
                         "memory_bytes = %" PRId64 " is less than the %" PRId64

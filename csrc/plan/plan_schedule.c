@@ -113,7 +113,8 @@ plan_draft_add(plan_draft_t *draft, int32_t first, const plan_setting_t *setting
     return DCP_OK;
 }
 
-/* Duration (for now in end_s) and bytes of micro-batch m. */
+/* Bytes of micro-batch m, and its duration in end_s: starts are known only when all
+ * durations are. */
 static dcp_status_t
 price(const dcp_plan_request_t *request, dcp_plan_t *plan, int64_t m)
 {

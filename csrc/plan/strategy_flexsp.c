@@ -35,7 +35,7 @@ enum {
     FEW_WAVES = 64, /* of more, each is worth less of a search */
     BISECTIONS = 8,
     MOVES = 32,
-    STEPS_MOST = 60000, /* visits of (bucket, group) before the search stops */
+    STEPS_MOST = 24000, /* visits of (bucket, group) before the search stops */
 };
 
 typedef struct flex_group {

@@ -85,35 +85,54 @@ check_ranks(const check_t *check, int64_t m)
     return DCP_OK;
 }
 
+/* Coverage comes before what follows from it: a sequence that is missing or twice also
+ * changes bytes and durations. */
 static dcp_status_t
-check_sequences(const check_t *check, int64_t m, int64_t *tokens_p, double *squares_p)
+check_coverage(const check_t *check)
+{
+    const dcp_plan_t *plan = check->plan;
+    for (int64_t m = 0; m < plan->micro_batch_count; m++) {
+        for (int64_t i = plan->sequence_offsets[m]; i < plan->sequence_offsets[m + 1];
+             i++) {
+            int64_t sequence = plan->sequences[i];
+            if (sequence < 0 || sequence >= check->request->length_count) {
+                return BROKEN("sequences exist",
+                              "micro_batches[%" PRId64 "] names sequence %" PRId64
+                              " of %" PRId64,
+                              m, sequence, check->request->length_count);
+            }
+            if (check->computed_by[sequence] != 0) {
+                return BROKEN("every sequence exactly once",
+                              "sequence %" PRId64 " is in micro_batches[%" PRId64
+                              "] and [%" PRId64 "]",
+                              sequence, check->computed_by[sequence] - 1, m);
+            }
+            check->computed_by[sequence] = m + 1;
+        }
+    }
+    for (int64_t i = 0; i < check->request->length_count; i++) {
+        if (check->computed_by[i] == 0) {
+            return BROKEN("every sequence exactly once",
+                          "sequence %" PRId64 " is in no micro-batch", i);
+        }
+    }
+    return DCP_OK;
+}
+
+static void
+sum_micro_batch(const check_t *check, int64_t m, int64_t *tokens_p, double *squares_p)
 {
     const dcp_plan_t *plan = check->plan;
     int64_t tokens = 0;
     double squares = 0;
     for (int64_t i = plan->sequence_offsets[m]; i < plan->sequence_offsets[m + 1];
          i++) {
-        int64_t sequence = plan->sequences[i];
-        if (sequence < 0 || sequence >= check->request->length_count) {
-            return BROKEN("sequences exist",
-                          "micro_batches[%" PRId64 "] names sequence %" PRId64
-                          " of %" PRId64,
-                          m, sequence, check->request->length_count);
-        }
-        if (check->computed_by[sequence] != 0) {
-            return BROKEN("every sequence exactly once",
-                          "sequence %" PRId64 " is in micro_batches[%" PRId64
-                          "] and [%" PRId64 "]",
-                          sequence, check->computed_by[sequence] - 1, m);
-        }
-        check->computed_by[sequence] = m + 1;
-        int64_t length = check->request->lengths[sequence];
+        int64_t length = check->request->lengths[plan->sequences[i]];
         tokens += length;
         squares += (double)length * (double)length;
     }
     *tokens_p = tokens;
     *squares_p = squares;
-    return DCP_OK;
 }
 
 static dcp_status_t
@@ -263,12 +282,6 @@ static dcp_status_t
 check_totals(const check_t *check)
 {
     const dcp_plan_t *plan = check->plan;
-    for (int64_t i = 0; i < check->request->length_count; i++) {
-        if (check->computed_by[i] == 0) {
-            return BROKEN("every sequence exactly once",
-                          "sequence %" PRId64 " is in no micro-batch", i);
-        }
-    }
     double last = 0;
     for (int64_t m = 0; m < plan->micro_batch_count; m++) {
         last = plan->end_s[m] > last ? plan->end_s[m] : last;
@@ -300,11 +313,12 @@ check_all(check_t *check)
         DCP_TRY(find_rounds(check));
     }
     DCP_TRY(check_winner(check->plan));
+    DCP_TRY(check_coverage(check));
     for (int64_t m = 0; m < check->plan->micro_batch_count; m++) {
         int64_t tokens = 0;
         double squares = 0;
         DCP_TRY(check_ranks(check, m));
-        DCP_TRY(check_sequences(check, m, &tokens, &squares));
+        sum_micro_batch(check, m, &tokens, &squares);
         DCP_TRY(check_recompute(check, m));
         DCP_TRY(check_memory(check, m, tokens));
         DCP_TRY(check_round(check, m));

@@ -21,7 +21,7 @@ MOST_RANKS_ON_TERMINAL = 32
     "lengths_from",
     metavar="FILE|-",
     required=True,
-    help="Sequence lengths in tokens: an integer a line, or .npy.",
+    help="Sequence lengths in tokens: an integer a line (blank lines count for nothing), or .npy.",
 )
 @click.option("--world", type=click.IntRange(1, 1 << 20), metavar="N", required=True, help="Ranks.")
 @cluster_options

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp import planning
+from dcp.batch_table import BatchTable
 
 STRATEGIES = tuple(name for name in planning.strategies() if name != "fixed")
 COST = dcp.CostModel(
@@ -699,3 +700,43 @@ def test_split_steps_covers_in_order(lengths: list[int], budget: int) -> None:
         assert total <= budget or step.stop - step.start == 1
         if following is not None:
             assert total + lengths[following.start] > budget
+
+
+def test_a_measured_table_caps_micro_batches() -> None:
+    """Case P-12: a profile from a user's GPU. length x batch is nearly constant; between two bins
+    the next longer one counts; beyond the last one nothing is known, and that is said."""
+    table = BatchTable.parse(
+        "83:241 100:203 114:171 128:152 147:135 164:120 196:101 222:90 244:80 267:74 290:68 312:62 "
+        "334:58"
+    )
+    tokens = [n * b for n, b in zip(table.lengths, table.batches, strict=True)]
+    assert 19344 <= min(tokens) == table.max_tokens and max(tokens) <= 20300
+    assert [table.batch(n) for n in (1, 83, 84, 333, 334)] == [241, 241, 203, 58, 58]
+    with pytest.raises(dcp.ArgumentError, match="335 is beyond what was measured, 334"):
+        table.batch(335)
+    made = dcp.plan([334] * 200, COST, world_size=2, max_tokens=table.max_tokens)
+    assert max(334 * len(m.sequences) / len(m.ranks) for m in made.micro_batches) <= 19344
+    for bad in ("", "5", "5:0", "8:1 8:2", "a:b", "3:-1"):
+        with pytest.raises(dcp.ArgumentError):
+            BatchTable.parse(bad)
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (lambda d: d.update(cost=None), "cost"),
+        (lambda d: d.update(micro_batches={}), "micro_batches"),
+        (lambda d: d["micro_batches"].__setitem__(0, 3), r"micro_batches\[0\]"),
+        (lambda d: d["micro_batches"][0].update(sequences=["a"]), r"sequences\[0\]"),
+        (lambda d: d["micro_batches"][0].update(ranks=0), "ranks"),
+        (lambda d: d["micro_batches"][0].update(recompute=[1]), "recompute"),
+        (lambda d: d.update(lengths=[3, 2.5]), r"lengths\[1\]"),
+        (lambda d: d["micro_batches"][0]["sequences"].pop(), "every sequence exactly once"),
+        (lambda d: d["micro_batches"][0]["sequences"].append(0), "every sequence exactly once"),
+    ],
+)
+def test_fields_of_the_wrong_kind_are_named(edit: Any, name: str) -> None:
+    document = dcp.plan([3, 2, 4], COST, world_size=1, max_group=1).to_json()
+    edit(document)
+    with pytest.raises(dcp.ArgumentError, match=name):
+        dcp.Plan.from_json(document)
