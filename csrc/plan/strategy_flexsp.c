@@ -459,23 +459,28 @@ fewest_waves(const flexsp_t *f)
     return count < 1 ? 1 : count < (double)n ? (int64_t)count : n;
 }
 
-/* The draft is that of the best count. */
+/* The draft is that of the best count; the first one is written at once, since often no
+ * other is tried. */
 static dcp_status_t
 search(flexsp_t *f, plan_draft_t *draft)
 {
     int64_t n = f->problem->request->length_count, fewest = fewest_waves(f);
     int64_t best = fewest;
-    double least = INFINITY, time_s;
-    for (int64_t count = fewest; count <= n && count <= fewest + MORE_COUNTS; count++) {
+    double least, time_s;
+    DCP_TRY(solve_waves(f, fewest, draft, &least));
+    for (int64_t count = fewest + 1;
+         count <= n && count <= fewest + MORE_COUNTS && f->steps <= STEPS_MOST;
+         count++) {
         DCP_TRY(solve_waves(f, count, NULL, &time_s));
         if (time_s < least) {
             least = time_s;
             best = count;
         }
-        if (f->steps > STEPS_MOST) {
-            break;
-        }
     }
+    if (best == fewest) {
+        return DCP_OK;
+    }
+    plan_draft_clear(draft);
     return solve_waves(f, best, draft, &time_s);
 }
 
