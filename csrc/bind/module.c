@@ -33,15 +33,18 @@ bind_raise(dcp_status_t status)
 }
 
 static int
-add_class(PyObject *module, int slot, const char *name, PyObject *builtin)
+add_class(PyObject *module, int slot, const char *name, const char *text,
+          PyObject *builtin)
 {
-    char full[64];
+    char full[64], doc[160];
     snprintf(full, sizeof full, "dcp.%s", name);
+    snprintf(doc, sizeof doc, "Raised for: %s. A kind of %s.", text,
+             ((PyTypeObject *)builtin)->tp_name);
     PyObject *bases = PyTuple_Pack(2, error_base, builtin);
     if (bases == NULL) {
         return -1;
     }
-    PyObject *type = PyErr_NewException(full, bases, NULL);
+    PyObject *type = PyErr_NewExceptionWithDoc(full, doc, bases, NULL);
     Py_DECREF(bases);
     if (type == NULL) {
         return -1;
@@ -60,9 +63,10 @@ add_classes(PyObject *module)
     if (error_base == NULL || PyModule_AddObjectRef(module, "Error", error_base) < 0) {
         return -1;
     }
-#define X(code, value, text, py_class, py_base)                                        \
-    if ((value) != 0 && add_class(module, -(value), #py_class, PyExc_##py_base) < 0) { \
-        return -1;                                                                     \
+#define X(code, value, text, py_class, py_base)                                 \
+    if ((value) != 0                                                            \
+        && add_class(module, -(value), #py_class, text, PyExc_##py_base) < 0) { \
+        return -1;                                                              \
     }
     DCP_STATUS_MAP(X)
 #undef X
