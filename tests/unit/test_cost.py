@@ -196,7 +196,7 @@ def test_bytes_by_recompute_and_by_rank(name: str) -> None:
     """Case P-09: the estimate follows recompute, and a rank of a group pays for its own rows.
 
     6,964 packed tokens on two ranks: the report's cut gave the busier rank 4,096 of them. dcp cuts
-    rows evenly, ceil(T / p) at most whatever the sequences (tests/unit/test_sequence.py), so that
+    rows evenly, ceil(T / p) at most whatever the sequences (csrc/train/sequence_cut.c), so that
     its estimate is of 3,482 rows beside what every token of the group costs.
     """
     cost = dcp.CostModel.analytic("llama-7b", device=name)
