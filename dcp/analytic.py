@@ -171,18 +171,25 @@ DEVICES: dict[str, Device] = {
     "cpu": Device(
         name="cpu",
         # FMA peak 280 GFLOP/s a core; whole training steps of dcp reach 70 % of it
-        # (benchmarks/bench_train.py), its attention in long sequences about the same
+        # (benchmarks/bench_train.py), its attention in long sequences about the same or more
         matmul_flops_per_s=200e9,
         attention_flops_per_s=200e9,
         attention_backward_flops_per_s=200e9,
-        bytes_per_s=20e9,  # a core's stream of reads and writes, half of what NumPy's sum reached
+        # NumPy's sum over what does not fit the caches; what layers pass on mostly does
+        bytes_per_s=40e9,
         forward_kernels=12,
-        launch_s=2e-6,  # a call and waking the pool
-        micro_batch_s=50e-6,
-        collective_s=(30e-6, 30e-6),  # two futex wake-ups on busy cores
-        hop_s=(5e-6, 5e-6),
-        exchange_bytes_per_s=(5e9, 5e9),  # through shared memory, both sides copy
-        ring_bytes_per_s=(5e9, 5e9),
+        # a call; a pool of one thread is not woken. With it and micro_batch_s, a micro-batch of two
+        # tokens of "tiny" is reckoned at 0.3 ms and took 0.17
+        launch_s=0.5e-6,
+        micro_batch_s=30e-6,
+        # ranks with a core each spin until the others come: the 32 meetings of a micro-batch of
+        # "tiny" on two ranks took 0.23 ms
+        collective_s=(6e-6, 6e-6),
+        hop_s=(1e-6, 1e-6),
+        # rows are copied once into a window of shared memory and read there in place: half of
+        # bytes_per_s, as a copy reads and writes
+        exchange_bytes_per_s=(20e9, 20e9),
+        ring_bytes_per_s=(20e9, 20e9),
         gather_bytes_per_s=5e9,
         gather_exposed=1.0,
         memory_bytes=4e9,
@@ -359,7 +366,8 @@ def time_fields(shape: Shape, device: Device) -> dict[str, Any]:
     and write. Attention: Q K^T and P V forward, five such products backward, half of each under
     the causal mask. Whatever its tokens, a micro-batch launches its kernels and adds to gradients:
     a new one is read, the sum is read and written. Reading weights hides behind the products from
-    some 300 tokens on (H200) and is left out.
+    some 300 tokens on (H200) and is left out. Computing a layer again ends, in dcp's own runtime,
+    before the MLP's last product: no gradient needs the layer's output.
     """
     layers, item = shape.layers, device.element_bytes
     # forward, elements of a token and layer, read and written: two norms (2 h each), two residual
@@ -374,6 +382,10 @@ def time_fields(shape: Shape, device: Device) -> dict[str, Any]:
     square = 2 * shape.query_width / device.attention_flops_per_s
     square_back = 5 * shape.query_width / device.attention_backward_flops_per_s
     up = shape.mlp_products - 1  # products of an MLP computed again: all but the last
+    again = forward
+    if device.host:
+        again -= 2 * shape.hidden * shape.intermediate / device.matmul_flops_per_s
+        again -= 3 * shape.hidden * item / device.bytes_per_s  # the sum after it
     return {
         "latency_s": device.micro_batch_s
         + 3 * device.forward_kernels * layers * device.launch_s
@@ -381,7 +393,7 @@ def time_fields(shape: Shape, device: Device) -> dict[str, Any]:
         "token_s": 6 * shape.matmul_weights / device.matmul_flops_per_s
         + (3 * layers * between + logits) / device.bytes_per_s,
         "square_s": layers * (square + square_back),
-        "layer_token_s": forward,
+        "layer_token_s": again,
         "layer_square_s": square,
         "mlp_token_s": 2 * up * shape.hidden * shape.intermediate / device.matmul_flops_per_s
         + (2 * shape.hidden + shape.inner_width) * item / device.bytes_per_s,

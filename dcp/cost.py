@@ -610,8 +610,8 @@ class CostModel:
         unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
             raise ArgumentError(f"cost model has unknown fields {sorted(unknown)}")
-        values: dict[str, Any] = {k: tuple(v) if k in _TIERED else v for k, v in fields.items()}
         try:
+            values: dict[str, Any] = {k: tuple(v) if k in _TIERED else v for k, v in fields.items()}
             if values.get("measured") is not None:
                 values["measured"] = Measured.from_json(values["measured"])
             rows = values.get("residuals", ())

@@ -36,6 +36,7 @@ _COMMANDS = {
     "simulate": "dcp.cli.simulate",
     "sample": "dcp.cli.sample",
     "checkpoint": "dcp.cli.checkpoint",
+    "profile": "dcp.cli.profile",
     "launch": "dcp.cli.launch",
 }
 

@@ -73,7 +73,8 @@ def test_document(two_ranks: Any) -> None:
         assert step["step"] == number and 0 < step["tokens"] <= 1024 and step["sequences"] > 0
         assert step["loss"] > 0 and step["grad_norm"] > 0 and step["seconds"] > 0
         assert step["lr"] > 0 and len(step["micro_batches"]) == 2 and step["arm"] is None
-        assert step["sp"] == [1] * step["micro_batches"][0] and len(step["plan"]) >= 16
+        assert len(step["sp"]) == step["micro_batches"][0] and set(step["sp"]) <= {1, 2}
+        assert len(step["plan"]) >= 16
         assert step["idle_share"] is None or 0 <= step["idle_share"] < 1
     assert document["tokens_per_s"] > 0 and len(document["parameters_sha256"]) == 64
     memory = document["peak_memory_bytes"]
