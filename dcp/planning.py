@@ -484,27 +484,33 @@ class Plan:
         recompute = [recompute_counts(_kind(b, "recompute", Mapping), 0) for b in batches]
         fields: dict[str, Any] = {
             "hash": str(document["hash"]),
-            "makespan_s": float(document["makespan_s"]),
-            "bound_s": float(document["bound_s"]),
+            "makespan_s": _number(document["makespan_s"], "makespan_s"),
+            "bound_s": _number(document["bound_s"], "bound_s"),
             "winner": str(document["winner"]),
             "rank_offsets": _offsets(ranks),
             "ranks": np.concatenate([np.zeros(0, np.int32), *ranks]),
             "sequence_offsets": _offsets(sequences),
             "sequences": np.concatenate([np.zeros(0, np.int64), *sequences]),
             "recompute": np.array(recompute, np.int32).reshape(len(batches), len(KINDS)),
-            "start_s": np.array([b["start_s"] for b in batches], np.float64),
-            "end_s": np.array([b["end_s"] for b in batches], np.float64),
+            "start_s": _numbers(batches, "start_s"),
+            "end_s": _numbers(batches, "end_s"),
             "bytes": _whole_numbers([b["bytes"] for b in batches], np.int64, "bytes"),
             "round": _whole_numbers([b.get("round", 0) for b in batches], np.int32, "round"),
         }
         options = {
             f.name: document[f.name] for f in dataclasses.fields(PlanOptions) if f.name in document
         }
-        layers, mlps = options.get("fixed_recompute", (0, 0))
-        options["fixed_recompute"] = (operator.index(layers), operator.index(mlps))
+        counts = _whole_numbers(
+            _kind({"fixed_recompute": [0, 0], **options}, "fixed_recompute", list | tuple),
+            np.int32,
+            "fixed_recompute",
+        )
+        if len(counts) != len(KINDS):
+            raise ArgumentError(f"plan's fixed_recompute must be {len(KINDS)} counts")
+        options["fixed_recompute"] = (int(counts[0]), int(counts[1]))
         return cls(
             lengths=_whole_numbers(_kind(document, "lengths", list), np.int64, "lengths"),
-            world_size=operator.index(document["world"]),
+            world_size=int(_whole_numbers([document["world"]], np.int64, "world")[0]),
             cost=CostModel.from_json(_kind(document, "cost", Mapping)),
             options=PlanOptions(**options),
             fields=fields,
@@ -542,11 +548,11 @@ def _offsets(lists: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     return out
 
 
-def _kind(document: Mapping[str, Any], name: str, kind: type) -> Any:
+def _kind(document: Mapping[str, Any], name: str, kind: Any) -> Any:
     """A field that must be a list or an object."""
     value = document[name]
     if not isinstance(value, kind):
-        wanted = "a list" if kind is list else "an object"
+        wanted = "an object" if kind is Mapping else "a list"
         raise ArgumentError(f"plan's {name} = {value!r:.60} must be {wanted}")
     return value
 
@@ -563,6 +569,17 @@ def _whole_numbers(
             raise ArgumentError(f"plan's {name}[{i}] = {value} does not fit {np.dtype(dtype)}")
         numbers.append(value)
     return np.array(numbers, dtype)
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise ArgumentError(f"plan's {name} = {value!r:.60} must be a number")
+    return float(value)
+
+
+def _numbers(batches: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    values = [_number(b[name], f"micro_batches[{i}].{name}") for i, b in enumerate(batches)]
+    return np.array(values, np.float64)
 
 
 def _columns(

@@ -78,13 +78,28 @@ leaves_for(int64_t bin_count)
     return leaves;
 }
 
+/* What first fit never exceeds: of two bins at most half full it would have made one,
+ * so all but one hold more than half a cap. */
+static int64_t
+most_bins(const int64_t *lengths, const int64_t *items, int64_t item_count,
+          int64_t cap_tokens)
+{
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < item_count; i++) {
+        tokens += lengths[items[i]];
+    }
+    int64_t bins = cap_tokens > 0 ? 2 * (tokens / cap_tokens) + 2 : item_count;
+    return bins < item_count ? bins : item_count;
+}
+
 /* First bin with room for each item; bin_p may be NULL. Returns the bins used. */
 static int64_t
 first_fit(plan_packer_t *packer, const int64_t *lengths, const int64_t *items,
           int64_t item_count, int64_t cap_tokens, int64_t *bin_p)
 {
-    int64_t leaves = leaves_for(item_count), used = 0;
-    reset(packer, leaves, item_count, cap_tokens);
+    int64_t bin_count = most_bins(lengths, items, item_count, cap_tokens);
+    int64_t leaves = leaves_for(bin_count), used = 0;
+    reset(packer, leaves, bin_count, cap_tokens);
     for (int64_t i = 0; i < item_count; i++) {
         int64_t tokens = lengths[items[i]], node = 1;
         while (node < leaves) {

@@ -11,6 +11,8 @@
 #include <inttypes.h>
 #include <stdio.h>
 
+enum { WORLD_TEXT = 128 }; /* room for what is said of other worlds */
+
 static int32_t
 largest_group(const dcp_plan_request_t *request, int32_t world)
 {
@@ -49,14 +51,37 @@ fits(const plan_problem_t *problem, int64_t length, int32_t world)
     return least < INT64_MAX && (cap == 0 || least <= cap);
 }
 
+/* "no world would do" and why: what the cost model lets no rank of any world be
+ * without, or what the largest group must still hold of the sequence. */
+static void
+name_no_world(const plan_problem_t *problem, int64_t length, char *text, size_t size)
+{
+    int64_t cap = problem->request->memory_bytes;
+    int64_t fixed = least_bytes(problem, 0, PLAN_MAX_WORLD);
+    int64_t bytes = least_bytes(problem, length, PLAN_MAX_WORLD);
+    int32_t group = problem->request->max_group;
+    if (cap > 0 && fixed > cap) {
+        snprintf(text, size,
+                 "no world would do: %" PRId64
+                 " bytes are on every rank whatever the world",
+                 fixed);
+    } else if (bytes == INT64_MAX) {
+        snprintf(text, size, "no world would do: at most %d ranks share a sequence",
+                 largest_group(problem->request, PLAN_MAX_WORLD));
+    } else {
+        snprintf(text, size,
+                 "no world would do: it leaves %" PRId64
+                 " bytes on a rank whatever the world%s",
+                 bytes, group > 0 ? ", within max_group" : "");
+    }
+}
+
 /* "the smallest world that would do is N", or that none would. */
 static void
 name_world(const plan_problem_t *problem, int64_t length, char *text, size_t size)
 {
     if (!fits(problem, length, PLAN_MAX_WORLD)) {
-        snprintf(text, size,
-                 "no world would do: %" PRId64 " bytes are on every rank of any",
-                 least_bytes(problem, length, PLAN_MAX_WORLD));
+        name_no_world(problem, length, text, size);
         return;
     }
     int32_t low = problem->request->world, high = PLAN_MAX_WORLD;
@@ -77,7 +102,7 @@ fail_length(const plan_problem_t *problem, int64_t index)
     const dcp_plan_request_t *request = problem->request;
     int64_t length = request->lengths[index];
     int64_t bytes = least_bytes(problem, length, request->world);
-    char world[96];
+    char world[WORLD_TEXT];
     name_world(problem, length, world, sizeof world);
     if (bytes == INT64_MAX) {
         return DCP_FAIL(DCP_ERR_INFEASIBLE,
@@ -103,7 +128,7 @@ plan_check_fits(const plan_problem_t *problem)
     const dcp_plan_request_t *request = problem->request;
     int64_t fixed = least_bytes(problem, 0, request->world);
     if (request->memory_bytes > 0 && fixed > request->memory_bytes) {
-        char world[96];
+        char world[WORLD_TEXT];
         name_world(problem, 0, world, sizeof world);
         return DCP_FAIL(DCP_ERR_INFEASIBLE,
                         "memory_bytes = %" PRId64 " is less than the %" PRId64

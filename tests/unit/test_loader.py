@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -352,6 +353,12 @@ def test_bad_settings() -> None:
         loader(dataset, weighting="tokens")
     with pytest.raises(dcp.InfeasibleError, match="sequence 1 of 20 tokens fits nowhere"):
         loader(dataset, memory_bytes=1500)
+    fixed = dataclasses.replace(COST, fixed_bytes=5000)  # more than the cap: no sequence's fault
+    with pytest.raises(dcp.InfeasibleError, match=r"memory_bytes = 1500 is less .* 5000") as error:
+        dcp.Loader(
+            dataset, SimpleNamespace(rank=0, size=1), fixed, tokens_per_step=64, memory_bytes=1500
+        )
+    assert "sequence" not in str(error.value)
     with pytest.raises(dcp.ArgumentError, match="tokens_per_step"):
         Sampler([5], tokens_per_step=4)
     with pytest.raises(dcp.ArgumentError, match="no sequence"):

@@ -404,7 +404,9 @@ def test_what_fits_nowhere_is_named_before_anything_runs() -> None:
 def test_a_cap_that_nothing_fits_under() -> None:
     with pytest.raises(dcp.InfeasibleError, match=r"whatever the rank computes.* is 6 ranks"):
         dcp.plan([1], COST, world_size=4, memory_bytes=2000)
-    with pytest.raises(dcp.InfeasibleError, match="no world would do"):
+    with pytest.raises(
+        dcp.InfeasibleError, match="no world would do: 1001 bytes are on every rank whatever the"
+    ):
         dcp.plan([1], COST, world_size=4, memory_bytes=900)
     with pytest.raises(dcp.InfeasibleError, match="no world would do"):
         dcp.plan(
@@ -413,6 +415,11 @@ def test_a_cap_that_nothing_fits_under() -> None:
             world_size=4,
             memory_bytes=900,
         )
+    with pytest.raises(dcp.InfeasibleError, match=r"at most 2 ranks share a sequence$"):
+        dcp.plan([9, 90], COST, world_size=4, max_tokens=10, max_group=2)
+    cap = COST.memory([9], world_size=4)
+    with pytest.raises(dcp.InfeasibleError, match=r"no world would do: .* within max_group$"):
+        dcp.plan([9, 9000], COST, world_size=4, max_group=2, memory_bytes=cap)
     with pytest.raises(dcp.ArgumentError, match="fixed_group = 3 must divide world_size = 8"):
         dcp.plan([1], COST, world_size=8, strategy="fixed", fixed_group=3)
     with pytest.raises(dcp.ArgumentError, match="fixed_group = 16 must divide world_size = 8"):
@@ -538,7 +545,7 @@ def test_a_plan_edited_by_hand_is_refused(
     [
         (lambda d: d.pop("lengths"), "lengths"),
         (lambda d: d.update(schema=7), "schema 7"),
-        (lambda d: d.update(world="two"), "wrong kind"),
+        (lambda d: d.update(world="two"), "must be a whole number"),
         (lambda d: d["micro_batches"][0].update(ranks=[2**40]), "does not fit"),
         (lambda d: d["cost"].update(token_s=-1.0), "token_s"),
         (lambda d: d["cost"].update(tokens_s=1.0), "tokens_s"),
@@ -730,7 +737,16 @@ def test_a_measured_table_caps_micro_batches() -> None:
         (lambda d: d["micro_batches"][0].update(sequences=["a"]), r"sequences\[0\]"),
         (lambda d: d["micro_batches"][0].update(ranks=0), "ranks"),
         (lambda d: d["micro_batches"][0].update(recompute=[1]), "recompute"),
+        (lambda d: d["micro_batches"][0].update(start_s=None), r"micro_batches\[0\].start_s"),
+        (lambda d: d["micro_batches"][0].update(end_s=[1]), r"micro_batches\[0\].end_s"),
+        (lambda d: d.update(makespan_s=[]), "makespan_s"),
+        (lambda d: d.update(bound_s="a"), "bound_s"),
+        (lambda d: d.update(world=1.5), "world"),
+        (lambda d: d.update(fixed_recompute=[None, 0]), r"fixed_recompute\[0\]"),
+        (lambda d: d.update(fixed_recompute=[1]), "fixed_recompute"),
         (lambda d: d.update(lengths=[3, 2.5]), r"lengths\[1\]"),
+        (lambda d: d["lengths"].__setitem__(1, 3), "as the cost model says"),
+        (lambda d: d["lengths"].pop(), "sequences exist"),
         (lambda d: d["micro_batches"][0]["sequences"].pop(), "every sequence exactly once"),
         (lambda d: d["micro_batches"][0]["sequences"].append(0), "every sequence exactly once"),
     ],
@@ -740,3 +756,15 @@ def test_fields_of_the_wrong_kind_are_named(edit: Any, name: str) -> None:
     edit(document)
     with pytest.raises(dcp.ArgumentError, match=name):
         dcp.Plan.from_json(document)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cap", "count"),
+    [([6] * 100, 10, 100), ([51] * 7 + [1], 100, 7), ([1] * 30, 10, 3), ([10] * 9, 10, 9)],
+)
+def test_first_fit_has_all_the_micro_batches_that_it_may_need(
+    lengths: list[int], cap: int, count: int
+) -> None:
+    """All but one are more than half full, which bounds them; up to that many may be used."""
+    made = dcp.plan(lengths, COST, world_size=1, max_tokens=cap, strategy="packed")
+    assert len(made.micro_batches) == count

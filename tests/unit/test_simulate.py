@@ -207,6 +207,11 @@ def test_bad_distributions(tmp_path: Path) -> None:
         simulate.distribution([1.5])
     with pytest.raises(dcp.ArgumentError, match="length 1 is 0"):
         simulate.distribution([1, 0])
+    (tmp_path / "l.txt").write_text("512\n\n0\n7\n")  # blank lines are passed over, and counted
+    with pytest.raises(dcp.ArgumentError, match=r"l\.txt:3: length 0 must be >= 1: drop empty"):
+        distributions.read_lengths(tmp_path / "l.txt")
+    (tmp_path / "l.txt").write_text("512\n\n \n7\n")
+    assert distributions.read_lengths(tmp_path / "l.txt").tolist() == [512, 7]
     (tmp_path / "l.npy").write_bytes(b"no array")
     with pytest.raises(dcp.FileError):
         distributions.read_lengths(tmp_path / "l.npy")
