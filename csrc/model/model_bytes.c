@@ -10,7 +10,6 @@
 #include "model_private.h"
 
 #include "dcp/kernels.h"
-#include "dcp/threads.h"
 
 enum {
     BLOCK_BYTES = 64,              /* alloc.h's header before each block */
@@ -152,11 +151,4 @@ dcp_model_pass_bytes(const dcp_transformer1d_config_t *config, int64_t token_cou
     }
     bytes += panel_bytes(config->vocab_size, config->hidden_size);
     return bytes;
-}
-
-int64_t
-dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                           int64_t token_count, const int32_t *recompute)
-{
-    return dcp_model_pass_bytes(config, token_count, recompute, dcp_core_count());
 }

@@ -262,16 +262,3 @@ plan_bound(const plan_problem_t *problem, double *bound_p)
     dcp_free(memory);
     return status;
 }
-
-dcp_status_t
-dcp_plan_bound(const dcp_plan_request_t *request, double *bound_p)
-{
-    plan_problem_t problem;
-    DCP_TRY(plan_problem_init(request, &problem));
-    dcp_status_t status = plan_check_fits(&problem);
-    if (status == DCP_OK) {
-        status = plan_bound(&problem, bound_p);
-    }
-    plan_problem_fini(&problem);
-    return status;
-}

@@ -30,7 +30,8 @@ dcp_status_t plan_problem_init(const dcp_plan_request_t *request,
                                plan_problem_t *problem);
 void plan_problem_fini(plan_problem_t *problem);
 
-/* dcp_plan_bound and dcp_plan_verify of a problem; plan_verify believes bound_s. */
+/* Least makespan of any plan of the problem (bound.c), and dcp_plan_verify of one,
+ * which believes bound_s. */
 dcp_status_t plan_bound(const plan_problem_t *problem, double *bound_p);
 dcp_status_t plan_verify(const plan_problem_t *problem, const dcp_plan_t *plan);
 

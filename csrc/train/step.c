@@ -205,10 +205,3 @@ dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                     ? evaluate_in_rounds(sharded, args, loss_p)
                                     : train_evaluate(sharded, args, loss_p));
 }
-
-dcp_status_t
-dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch, float *logits)
-{
-    dcp_status_t status = dcp_model_logits(sharded->model, batch, logits);
-    return sharded->no_windows ? end_for_all(sharded, status) : status;
-}

@@ -149,9 +149,6 @@ int64_t dcp_model_arena_bytes(const dcp_transformer1d_config_t *config,
 int64_t dcp_model_pass_bytes(const dcp_transformer1d_config_t *config,
                              int64_t token_count, const int32_t *recompute,
                              int32_t thread_count);
-/* The same for a pool of one thread a core. */
-int64_t dcp_model_activation_bytes(const dcp_transformer1d_config_t *config,
-                                   int64_t token_count, const int32_t *recompute);
 
 #ifdef __cplusplus
 }

@@ -124,10 +124,6 @@ dcp_status_t dcp_plan_verify(const dcp_plan_request_t *request, const dcp_plan_t
 void dcp_plan_hash(const dcp_plan_request_t *request, const dcp_plan_t *plan,
                    uint64_t hash[2]);
 
-/* Least makespan that any plan of the request could have, whatever its groups and what
- * it recomputes, in rounds or not: see bound.c. ERR_INFEASIBLE as dcp_plan_create. */
-dcp_status_t dcp_plan_bound(const dcp_plan_request_t *request, double *bound_p);
-
 /* What dcp_plan_create checks before it plans. */
 dcp_status_t dcp_plan_check(const dcp_plan_request_t *request);
 

@@ -119,11 +119,6 @@ dcp_status_t dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t
 dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                   double *loss_p);
 
-/* Logits of one batch on this rank alone; not collective, but with options.no_windows
- * all ranks call it together, each with a batch of its own, empty or not. */
-dcp_status_t dcp_sharded_logits(dcp_sharded_t *sharded, const dcp_batch_t *batch,
-                                float *logits);
-
 /* The weights were written from outside: collective, publishes them. */
 dcp_status_t dcp_sharded_publish(dcp_sharded_t *sharded);
 
