@@ -93,7 +93,7 @@ gemm(PyObject *module, PyObject *positional, PyObject *keywords)
         if (packed_array == NULL) {
             goto done;
         }
-        if (PyArray_NBYTES(packed_array) < dcp_gemm_pack_bytes(n, k)) {
+        if (PyArray_NBYTES(packed_array) < dcp_gemm_pack_bytes(n, k, DCP_F32)) {
             PyErr_SetString(PyExc_ValueError, "packed is not a gemm_pack of this b");
             goto done;
         }
@@ -177,7 +177,7 @@ gemm_pack(PyObject *module, PyObject *positional, PyObject *keywords)
         .ldb = mb.stride,
         .trans_b = trans_b,
     };
-    PyArrayObject *packed = aligned_array(dcp_gemm_pack_bytes(args.n, args.k));
+    PyArrayObject *packed = aligned_array(dcp_gemm_pack_bytes(args.n, args.k, DCP_F32));
     if (packed == NULL) {
         return NULL;
     }

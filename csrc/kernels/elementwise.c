@@ -31,6 +31,42 @@ dcp_cpu_add(dcp_pool_t *pool, const dcp_add_args_t *args)
 }
 
 static void
+cast_elements(const void *untyped, int64_t first, int64_t last)
+{
+    const dcp_cast_args_t *args = untyped;
+    const float *wide = args->x;
+    const uint16_t *narrow = args->x;
+    for (int64_t i = first; i < last; i++) {
+        if (args->to == DCP_BF16) {
+            ((uint16_t *)args->out)[i] = dcp_f32_to_bf16(wide[i]);
+        } else {
+            ((float *)args->out)[i] = dcp_bf16_to_f32(narrow[i]);
+        }
+    }
+}
+
+dcp_status_t
+dcp_cpu_cast(dcp_pool_t *pool, const dcp_cast_args_t *args)
+{
+    CHECK_SIZE("cast", count);
+    dcp_dtype_t from = args->from, to = args->to;
+    if ((from != DCP_F32 && from != DCP_BF16) || (to != DCP_F32 && to != DCP_BF16)) {
+        return DCP_FAIL(DCP_ERR_TYPE, "cast: from %s to %s must be float32 or bfloat16",
+                        dcp_dtype_name(from), dcp_dtype_name(to));
+    }
+    if (args->count == 0) {
+        return DCP_OK;
+    }
+    CHECK_POINTER("cast", x);
+    CHECK_POINTER("cast", out);
+    if (from == to) {
+        memcpy(args->out, args->x, (size_t)(args->count * dcp_dtype_bytes(to)));
+        return DCP_OK;
+    }
+    return rowwise_run(pool, args->count, 1, cast_elements, args);
+}
+
+static void
 add_rows(const void *untyped, int64_t first, int64_t last)
 {
     const dcp_row_add_args_t *args = untyped;

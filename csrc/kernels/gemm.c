@@ -107,6 +107,13 @@ check_size(const char *name, int64_t size)
 }
 
 static dcp_status_t
+check_compute(dcp_dtype_t compute)
+{
+    return compute == DCP_F32 ? DCP_OK
+                              : DCP_FAIL(DCP_ERR_UNSUPPORTED, "compute must be F32");
+}
+
+static dcp_status_t
 check_gemm(const dcp_gemm_args_t *g)
 {
     DCP_TRY(check_size("m", g->m));
@@ -277,6 +284,7 @@ dcp_status_t
 dcp_cpu_gemm(dcp_pool_t *pool, const dcp_gemm_args_t *args)
 {
     DCP_TRY(check_gemm(args));
+    DCP_TRY(check_compute(args->compute));
     if (args->m == 0 || args->n == 0) {
         return DCP_OK;
     }
@@ -288,8 +296,9 @@ dcp_cpu_gemm(dcp_pool_t *pool, const dcp_gemm_args_t *args)
 }
 
 int64_t
-dcp_gemm_pack_bytes(int64_t n, int64_t k)
+dcp_gemm_pack_bytes(int64_t n, int64_t k, dcp_dtype_t compute)
 {
+    (void)compute;
     if (n <= 0 || k <= 0) {
         return 0;
     }
@@ -326,6 +335,7 @@ dcp_cpu_gemm_pack(dcp_pool_t *pool, const dcp_gemm_pack_args_t *args)
 {
     DCP_TRY(check_size("n", args->n));
     DCP_TRY(check_size("k", args->k));
+    DCP_TRY(check_compute(args->compute));
     if (args->n == 0 || args->k == 0) {
         return DCP_OK;
     }

@@ -118,7 +118,7 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
 static int64_t
 panel_bytes(int64_t out, int64_t in)
 {
-    return dcp_gemm_pack_bytes(out, in) + dcp_gemm_pack_bytes(in, out)
+    return dcp_gemm_pack_bytes(out, in, DCP_F32) + dcp_gemm_pack_bytes(in, out, DCP_F32)
            + 2 * BLOCK_BYTES;
 }
 

@@ -24,9 +24,10 @@ pack(dcp_model_t *model, const dcp_gemm_pack_args_t *args, void **packed, bool *
         return DCP_OK;
     }
     if (*packed == NULL) {
-        DCP_TRY(model->device->alloc(model->queue,
-                                     model->device->gemm_pack_bytes(args->n, args->k),
-                                     "packed weight", packed));
+        DCP_TRY(model->device->alloc(
+            model->queue,
+            model->device->gemm_pack_bytes(args->n, args->k, args->compute),
+            "packed weight", packed));
     }
     dcp_gemm_pack_args_t full = *args;
     full.packed = *packed;

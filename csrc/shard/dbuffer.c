@@ -276,6 +276,24 @@ dcp_dbuffer_gather(dcp_dbuffer_t *buffer, int32_t group, float *full)
 }
 
 dcp_status_t
+dcp_dbuffer_gather_bf16(dcp_dbuffer_t *buffer, int32_t group, uint16_t *full)
+{
+    if (buffer->kind != DCP_DBUFFER_SHARD) {
+        return DCP_FAIL(DCP_ERR_STATE, "only of a buffer of shards a group is "
+                                       "gathered: others hold whole tensors");
+    }
+    /* rounded straight into this rank's place of the whole: no copy in between */
+    int64_t shard = buffer->layout->shards[group];
+    const float *slice = dcp_dbuffer_slice(buffer, group);
+    uint16_t *own = full + dcp_comm_rank(buffer->comm) * shard;
+    for (int64_t i = 0; i < shard; i++) {
+        own[i] = dcp_f32_to_bf16(slice[i]);
+    }
+    return dcp_comm_allgatherv(buffer->comm, own, group_counts(buffer, group), full,
+                               DCP_BF16);
+}
+
+dcp_status_t
 dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group, float *full)
 {
     if (buffer->layout->rank_count == 1) {

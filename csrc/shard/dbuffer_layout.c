@@ -12,7 +12,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { UNIT_ELEMENTS = 4 }; /* 16 bytes of fp32 */
+enum {
+    UNIT_ELEMENTS = 16
+}; /* 16 bytes of the smallest item that may share a layout:
+      8-bit state */
 
 /* The tensors of all groups, group by group, each group in model order. */
 typedef struct members {
@@ -43,6 +46,12 @@ check_tensors(const dcp_dbuffer_tensor_t *tensors, int64_t tensor_count,
                             "tensor %" PRId64 " of %" PRId64 " rows of %" PRId64
                             " elements cannot be counted in 64 bits",
                             i, tensor.row_count, tensor.row_width);
+        }
+        if (tensor.block_count < 0) {
+            return DCP_FAIL(DCP_ERR_ARG,
+                            "block of %" PRId64 " elements of tensor %" PRId64
+                            " must not be negative (0: by rows)",
+                            tensor.block_count, i);
         }
         if (tensor.group < 0 || tensor.group > group_count) {
             return DCP_FAIL(DCP_ERR_ARG,
@@ -76,6 +85,7 @@ fill_members(const dcp_dbuffer_layout_t *layout, int64_t block_rows, members_t *
         int64_t rows = tensor.row_count < block_rows ? tensor.row_count : block_rows;
         /* a row of one element: a 1-D tensor, which may be cut anywhere */
         int64_t block = tensor.row_width == 1 ? 1 : rows * tensor.row_width;
+        block = tensor.block_count > 0 ? tensor.block_count : block;
         members->tensors[place] = i;
         members->sizes[place] = (dcp_layout_tensor_t){
             tensor.row_count * tensor.row_width, block > 0 ? block : 1};

@@ -22,18 +22,18 @@ typedef struct model {
 /* Two equal layers around which odd ones lie; a group whose tensors are not neighbours,
  * an empty tensor, one row more than ranks, one-element rows. */
 static const model_t model = {
-    {{37, 6, 0},
-     {3, 8, 1},
-     {11, 1, 1},
-     {40, 24, 1},
-     {3, 8, 2},
-     {11, 1, 2},
-     {40, 24, 2},
-     {0, 5, 3},
-     {1, 1, 3},
-     {9000, 3, 3},
-     {7, 100, 0},
-     {1, 40000, 3}},
+    {{37, 6, 0, 0},
+     {3, 8, 1, 0},
+     {11, 1, 1, 0},
+     {40, 24, 1, 0},
+     {3, 8, 2, 0},
+     {11, 1, 2, 0},
+     {40, 24, 2, 0},
+     {0, 5, 3, 0},
+     {1, 1, 3, 0},
+     {9000, 3, 3, 0},
+     {7, 100, 0, 0},
+     {1, 40000, 3, 0}},
     12,
 };
 
@@ -112,7 +112,7 @@ test_random_layouts(void)
             groups += group == groups;
             random.tensors[i] =
                 (dcp_dbuffer_tensor_t){(int64_t)dcp_rng_below(&rng, 20),
-                                       1 + (int64_t)dcp_rng_below(&rng, 9), group};
+                                       1 + (int64_t)dcp_rng_below(&rng, 9), group, 0};
         }
         int32_t ranks = 1 + (int32_t)dcp_rng_below(&rng, 9);
         dcp_dbuffer_layout_t *layout;
@@ -129,16 +129,16 @@ static void
 test_layout_limits(void)
 {
     dcp_dbuffer_layout_t *layout;
-    dcp_dbuffer_tensor_t bad_group[] = {{2, 2, 1}};
+    dcp_dbuffer_tensor_t bad_group[] = {{2, 2, 1, 0}};
     CHECK(dcp_dbuffer_layout_create(bad_group, 1, 2, 1, DCP_ORDER_MODEL, &layout)
           == DCP_ERR_ARG);
     CHECK(strstr(dcp_last_error(), "group 1") != NULL);
-    dcp_dbuffer_tensor_t huge[] = {{INT64_MAX / 2, 3, 0}};
+    dcp_dbuffer_tensor_t huge[] = {{INT64_MAX / 2, 3, 0, 0}};
     CHECK(dcp_dbuffer_layout_create(huge, 1, 2, 1, DCP_ORDER_MODEL, &layout)
           == DCP_ERR_ARG);
     dcp_dbuffer_tensor_t large[5];
     for (int32_t i = 0; i < 5; i++) {
-        large[i] = (dcp_dbuffer_tensor_t){INT64_MAX / 64, 4, i};
+        large[i] = (dcp_dbuffer_tensor_t){INT64_MAX / 64, 4, i, 0};
     }
     CHECK(dcp_dbuffer_layout_create(large, 5, 1, 1, DCP_ORDER_MODEL, &layout)
           == DCP_ERR_ARG);

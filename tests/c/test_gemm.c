@@ -57,7 +57,7 @@ product(int trans_a, int trans_b)
 static void
 test_values(void)
 {
-    int64_t bytes = dcp_gemm_pack_bytes(N, K);
+    int64_t bytes = dcp_gemm_pack_bytes(N, K, DCP_F32);
     CHECK(bytes >= (int64_t)sizeof b && bytes % 64 == 0);
     char *packed = aligned_alloc(64, (size_t)bytes + 64);
     for (int way = 0; way < 8; way++) {
@@ -66,8 +66,12 @@ test_values(void)
         if (way & 4) {
             memset(packed + bytes, 0x5a, 64);
             CHECK_OK(
-                dcp_cpu_gemm_pack(pool, &(dcp_gemm_pack_args_t){N, K, args.b, args.ldb,
-                                                                args.trans_b, packed}));
+                dcp_cpu_gemm_pack(pool, &(dcp_gemm_pack_args_t){.n = N,
+                                                                .k = K,
+                                                                .b = args.b,
+                                                                .ldb = args.ldb,
+                                                                .trans_b = args.trans_b,
+                                                                .packed = packed}));
             for (int i = 0; i < 64; i++) {
                 CHECK(packed[bytes + i] == 0x5a);
             }
@@ -128,14 +132,16 @@ test_refusals(void)
     g = product(0, 0);
     g.c = NULL;
     check_refused(g, "c is NULL, must point to 31 x 83 elements");
-    dcp_gemm_pack_args_t p = {N, K, b, N, 0, (char *)c + 4};
+    dcp_gemm_pack_args_t p = {
+        .n = N, .k = K, .b = b, .ldb = N, .packed = (char *)c + 4};
     CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
     p.packed = NULL;
     CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
     p.k = -1;
     CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
-    CHECK(dcp_gemm_pack_bytes(INT64_MAX, 2) == INT64_MAX);
-    CHECK(dcp_gemm_pack_bytes((int64_t)1 << 40, (int64_t)1 << 40) == INT64_MAX);
+    CHECK(dcp_gemm_pack_bytes(INT64_MAX, 2, DCP_F32) == INT64_MAX);
+    CHECK(dcp_gemm_pack_bytes((int64_t)1 << 40, (int64_t)1 << 40, DCP_F32)
+          == INT64_MAX);
 }
 
 static void
@@ -144,7 +150,8 @@ test_nothing_to_do(void)
     CHECK_OK(dcp_cpu_gemm(pool, &(dcp_gemm_args_t){.n = 5, .k = 5}));
     CHECK_OK(dcp_cpu_gemm(pool, &(dcp_gemm_args_t){.m = 5, .k = 5}));
     CHECK_OK(dcp_cpu_gemm_pack(pool, &(dcp_gemm_pack_args_t){.n = 5}));
-    CHECK(dcp_gemm_pack_bytes(5, 0) == 0 && dcp_gemm_pack_bytes(0, 5) == 0);
+    CHECK(dcp_gemm_pack_bytes(5, 0, DCP_F32) == 0
+          && dcp_gemm_pack_bytes(0, 5, DCP_F32) == 0);
     float out[2] = {3, 4}, bias[2] = {5, 6};
     dcp_gemm_args_t args = {.m = 1, .n = 2, .c = out, .ldc = 2, .accumulate = 1};
     CHECK_OK(dcp_cpu_gemm(pool, &args)); /* k = 0 */

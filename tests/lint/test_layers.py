@@ -50,6 +50,7 @@ HEADER_LAYER = {
     "plan": "plan",
     "cost": "plan",
     "model": "model",
+    "optim": "optim",
     "train": "train",
     "step": "train",
     "executor": "train",
@@ -69,7 +70,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "shard": set(),
     "dbuffer": {"shard", "comm", "kernels"},
     "model": {"kernels"},
-    "train": {"kernels", "comm", "shard", "plan", "dbuffer", "model"},
+    "optim": {"kernels", "comm", "shard", "dbuffer"},
+    "train": {"kernels", "comm", "shard", "plan", "dbuffer", "model", "optim"},
     "sim": {"plan", "control"},
     "control": {"plan"},
 }

@@ -37,6 +37,8 @@ typedef struct dcp_dbuffer_tensor {
                           width 1, which may be cut anywhere */
     int64_t row_width; /* elements of a row */
     int32_t group;     /* groups are numbered 0 .. in order of first use */
+    int64_t block_count; /* elements that stay on one rank; 0: block_rows of the layout,
+                            1 for a 1-D tensor */
 } dcp_dbuffer_tensor_t;
 
 /* A contiguous run of one tensor on one rank. */
@@ -100,6 +102,9 @@ void dcp_dbuffer_zero(dcp_dbuffer_t *buffer);
 dcp_status_t dcp_dbuffer_reduce(dcp_dbuffer_t *buffer, dcp_pool_t *pool);
 /* SHARD: full [m x S] gets the slices of all ranks. Collective. */
 dcp_status_t dcp_dbuffer_gather(dcp_dbuffer_t *buffer, int32_t group, float *full);
+/* The same rounded to bf16 (nearest even): half the bytes. */
+dcp_status_t dcp_dbuffer_gather_bf16(dcp_dbuffer_t *buffer, int32_t group,
+                                     uint16_t *full);
 /* Sums full [m x S] over ranks, in rank order, by messages; this rank's slice of full
  * gets its part of the sum, the rest stays. Any kind. Collective. */
 dcp_status_t dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group,

@@ -33,7 +33,7 @@ typedef struct dcp_device_ops {
     void (*free)(dcp_queue_t *queue, void *pointer);
     /* Bytes between any two places (host or device), in queue order. */
     dcp_status_t (*copy)(dcp_queue_t *queue, void *to, const void *from, int64_t bytes);
-    int64_t (*gemm_pack_bytes)(int64_t n, int64_t k);
+    int64_t (*gemm_pack_bytes)(int64_t n, int64_t k, dcp_dtype_t compute);
 #define X(op) dcp_status_t (*op)(dcp_queue_t * queue, const dcp_##op##_args_t *args);
     DCP_OP_MAP(X)
 #undef X

@@ -19,7 +19,7 @@ DCP_OP_MAP(X)
 #undef X
 
 /* Bytes of packed panels for op(B) [k, n]. */
-int64_t dcp_gemm_pack_bytes(int64_t n, int64_t k);
+int64_t dcp_gemm_pack_bytes(int64_t n, int64_t k, dcp_dtype_t compute);
 
 /* "built-in", or the CBLAS that was found at build time: name and version. */
 const char *dcp_blas_name(void);

@@ -6,6 +6,7 @@
 #define DCP_MODEL_H
 
 #include "dcp/device.h"
+#include "dcp/dtype.h"
 #include "dcp/recompute.h"
 #include "dcp/status.h"
 
@@ -24,6 +25,9 @@ typedef struct dcp_transformer1d_config {
     int32_t tie_word_embeddings, attention_bias, mlp_bias;
     double dropout;           /* on both residual branches, 0 <= p < 1 */
     double initializer_range; /* standard deviation of the initial weights */
+    /* DCP_F32, or DCP_BF16: a pass reads every weight rounded to bf16, products take
+     * bf16 factors (ops.h); activations, sums, gradients and main weights stay fp32 */
+    dcp_dtype_t compute_dtype;
 } dcp_transformer1d_config_t;
 
 typedef struct dcp_model_tensor {
@@ -112,6 +116,10 @@ void dcp_model_destroy(dcp_model_t *model);
  * of them NULL: frozen, its gradient is not computed. */
 dcp_status_t dcp_model_bind(dcp_model_t *model, float *const *weights,
                             float *const *gradients);
+/* The same where weights lie as bf16 (gathered compute copies); compute_dtype must be
+ * DCP_BF16. The bits of a pass are those of the fp32 weights that were rounded. */
+dcp_status_t dcp_model_bind_bf16(dcp_model_t *model, const uint16_t *const *weights,
+                                 float *const *gradients);
 /* The weights' values changed: packed copies are stale. */
 void dcp_model_weights_changed(dcp_model_t *model);
 /* The same of one group, whose weights came to lie where they are bound, over those of

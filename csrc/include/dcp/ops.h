@@ -11,11 +11,18 @@
 #ifndef DCP_OPS_H
 #define DCP_OPS_H
 
+#include "dcp/dtype.h"
+
 #include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* `compute` of a product: DCP_F32 (0), or DCP_BF16: every factor is rounded to bf16
+ * (nearest even), products are summed in fp32; what is stored stays fp32. A CPU with
+ * AVX512_BF16 multiplies bf16, others widen what was rounded; the two differ in the
+ * order of sums. */
 
 /* C = op(A) op(B) [+ add] [+ bias], or C += op(A) op(B).
  * op(A) is [m, k]: stored [m, k] with row stride lda, or, with trans_a, [k, m]. op(B)
@@ -38,7 +45,8 @@ typedef struct dcp_gemm_args {
     int64_t ld_add;
     const float *bias; /* [n], added to every row; NULL: none */
     int32_t trans_a, trans_b;
-    int32_t accumulate; /* C += product; add and bias must be NULL then */
+    int32_t accumulate;  /* C += product; add and bias must be NULL then */
+    dcp_dtype_t compute; /* b_packed must come from a pack of the same */
 } dcp_gemm_args_t;
 
 /* Panels of op(B) in the layout that the gemm kernel of the instruction set in use
@@ -48,7 +56,10 @@ typedef struct dcp_gemm_pack_args {
     const float *b;
     int64_t ldb;
     int32_t trans_b;
-    void *packed; /* dcp_gemm_pack_bytes(n, k) bytes, 64-byte aligned */
+    void *packed; /* dcp_gemm_pack_bytes(n, k, compute) bytes, 64-byte aligned */
+    dcp_dtype_t compute;
+    const uint16_t *b_bf16; /* read instead of b, [k, n] or [n, k] as b, where
+                               compute is DCP_BF16; NULL: b */
 } dcp_gemm_pack_args_t;
 
 /* Variable-length attention. Sequence s owns query rows offsets[s] .. offsets[s+1]-1
@@ -69,8 +80,10 @@ typedef struct dcp_attention_args {
     int64_t query_rows; /* Tq, rows of q and out */
     int64_t heads, kv_heads, head_dim;
     float scale;
-    float *out; /* [Tq, H, D] */
-    float *lse; /* [H, Tq], natural logarithm */
+    float *out;          /* [Tq, H, D] */
+    float *lse;          /* [H, Tq], natural logarithm */
+    dcp_dtype_t compute; /* DCP_BF16: q, k, v, probabilities and, backward, dout and
+                            score gradients are rounded as factors; softmax fp32 */
 } dcp_attention_args_t;
 
 /* Gradients of the same; dq, dk, dv are overwritten (rows beyond the last offset: 0).
@@ -164,8 +177,10 @@ typedef struct dcp_gelu_backward_args {
 typedef struct dcp_embedding_args {
     int64_t rows, width, vocab;
     const int32_t *tokens;
-    const float *weight; /* [vocab, width] */
-    float *out;          /* [rows, width] */
+    const float *weight;         /* [vocab, width] */
+    float *out;                  /* [rows, width] */
+    const uint16_t *weight_bf16; /* read instead of weight; NULL: weight */
+    int32_t round;               /* 1: what is read is rounded to bf16 */
 } dcp_embedding_args_t;
 
 /* dweight[tokens[i]] += dout[i], in row order. */
@@ -229,6 +244,14 @@ typedef struct dcp_row_add_args {
     int64_t a_stride, b_stride, out_stride;
 } dcp_row_add_args_t;
 
+/* Between fp32 and bf16 (nearest even); the same type copies. */
+typedef struct dcp_cast_args {
+    int64_t count;
+    const void *x;
+    void *out; /* no overlap with x */
+    dcp_dtype_t from, to;
+} dcp_cast_args_t;
+
 typedef struct dcp_zero_args {
     int64_t bytes;
     void *x;
@@ -275,6 +298,7 @@ typedef struct dcp_row_squares_args {
     X(column_sum)         \
     X(add)                \
     X(row_add)            \
+    X(cast)               \
     X(zero)               \
     X(adamw)              \
     X(row_squares)
