@@ -94,8 +94,12 @@ test_ends(dcp_pool_t *pool, int64_t width)
         CHECK_OK(dcp_cpu_gelu_backward(
             pool, &(dcp_gelu_backward_args_t){gelu, count, x, y, x}));
     }
-    CHECK_OK(
-        dcp_cpu_embedding(pool, &(dcp_embedding_args_t){3, width, 1, zeros, w, y}));
+    CHECK_OK(dcp_cpu_embedding(pool, &(dcp_embedding_args_t){.rows = 3,
+                                                             .width = width,
+                                                             .vocab = 1,
+                                                             .tokens = zeros,
+                                                             .weight = w,
+                                                             .out = y}));
     CHECK_OK(dcp_cpu_embedding_backward(
         pool, &(dcp_embedding_backward_args_t){3, width, 1, zeros, y, w}));
     CHECK_OK(dcp_cpu_cross_entropy(
@@ -158,8 +162,13 @@ test_far_rows(dcp_pool_t *pool)
     /* token 2^29 of a weight with 4 columns is element 2^31 */
     int32_t token = 1 << 29;
     far[-4] = 3;
-    CHECK_OK(dcp_cpu_embedding(
-        pool, &(dcp_embedding_args_t){1, 4, (int64_t)token + 1, &token, x, out}));
+    CHECK_OK(
+        dcp_cpu_embedding(pool, &(dcp_embedding_args_t){.rows = 1,
+                                                        .width = 4,
+                                                        .vocab = (int64_t)token + 1,
+                                                        .tokens = &token,
+                                                        .weight = x,
+                                                        .out = out}));
     CHECK(out[0] == 3);
     CHECK_OK(dcp_cpu_embedding_backward(
         pool,
