@@ -99,5 +99,6 @@ int bind_layout_register(PyObject *module);
 int bind_plan_register(PyObject *module);
 int bind_sim_register(PyObject *module);
 int bind_step_register(PyObject *module);
+int bind_dbuffer_register(PyObject *module);
 
 #endif
