@@ -47,8 +47,14 @@ static const double PARALLEL_WORK = 4e6;
 static const gemm_ops_t *
 ops_current(dcp_dtype_t compute)
 {
+#if defined(__x86_64__)
+    if (compute == DCP_BF16 && dcp_isa_current() == DCP_ISA_AVX512BF16) {
+        return &gemm_ops_avx512bf16;
+    }
+#else
     (void)compute;
-    switch (dcp_isa_current()) {
+#endif
+    switch (dcp_isa_vectors()) {
 #if defined(__x86_64__)
     case DCP_ISA_AVX2:
         return &gemm_ops_avx2;

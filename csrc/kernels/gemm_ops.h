@@ -81,6 +81,7 @@ extern const gemm_ops_t gemm_ops_portable;
 #if defined(__x86_64__)
 extern const gemm_ops_t gemm_ops_avx2;
 extern const gemm_ops_t gemm_ops_avx512;
+extern const gemm_ops_t gemm_ops_avx512bf16;
 #endif
 
 #endif
