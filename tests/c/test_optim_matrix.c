@@ -3,6 +3,7 @@
  * the shm transport. */
 #include "check.h"
 
+#include "optim/inverse_root.h"
 #include "optim/newton_schulz.h"
 #include "optim/optim_private.h"
 #include "optim/owner_rounds.h"
@@ -642,6 +643,130 @@ test_known_matrix(void)
     CHECK(zero[0] == 0 && zero[5] == 0);
 }
 
+static dcp_status_t
+run_inverse_root(int64_t n, const float *a, float *root)
+{
+    dcp_pool_t *pool;
+    dcp_queue_t *queue;
+    void *scratch;
+    CHECK_OK(dcp_pool_create(1, &pool));
+    CHECK_OK(dcp_device_cpu()->queue_create(pool, &queue));
+    CHECK_OK(dcp_alloc(optim_inverse_root_scratch(n), "test", &scratch));
+    dcp_status_t status =
+        optim_inverse_root(dcp_device_cpu(), queue, n, a, root, n, scratch);
+    dcp_free(scratch);
+    dcp_device_cpu()->queue_destroy(queue);
+    dcp_pool_destroy(pool);
+    return status;
+}
+
+/* x x^T in fp64 */
+static void
+square_of(int64_t n, int64_t k, const float *x, double *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t j = 0; j < n; j++) {
+            double sum = 0;
+            for (int64_t l = 0; l < k; l++) {
+                sum += (double)x[i * k + l] * (double)x[j * k + l];
+            }
+            out[i * n + j] = sum;
+        }
+    }
+}
+
+/* root^4 (a + ridge I) = I, for statistics of full rank. */
+static void
+test_inverse_root(void)
+{
+    static float x[96 * 200], a[96 * 96], root[96 * 96];
+    static double gram[96 * 96], second[96 * 96], product[96 * 96];
+    const int64_t sizes[] = {1, 2, 3, 7, 32, 96};
+    for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
+        int64_t n = sizes[s];
+        for (int64_t i = 0; i < n * 200; i++) {
+            x[i] = value_at(5, n, i) * 1e-4f;
+        }
+        square_of(n, 200, x, gram);
+        for (int64_t i = 0; i < n * n; i++) {
+            a[i] = (float)gram[i];
+        }
+        CHECK_OK(run_inverse_root(n, a, root));
+        square_of(n, n, root, gram); /* of a symmetric matrix */
+        float narrow[96 * 96];
+        for (int64_t i = 0; i < n * n; i++) {
+            narrow[i] = (float)gram[i];
+        }
+        square_of(n, n, narrow, second);
+        double worst = 0;
+        for (int64_t i = 0; i < n; i++) {
+            for (int64_t j = 0; j < n; j++) {
+                product[i * n + j] = 0;
+                for (int64_t k = 0; k < n; k++) {
+                    product[i * n + j] += second[i * n + k] * (double)a[k * n + j];
+                }
+                double error = fabs(product[i * n + j] - (i == j));
+                worst = error > worst ? error : worst;
+            }
+        }
+        CHECK(worst < 1e-4);
+    }
+}
+
+/* Zero, of rank 1, with entries that are no numbers. */
+static void
+test_inverse_root_limits(void)
+{
+    enum { N = 20 };
+    float a[N * N] = {0}, root[N * N];
+    CHECK_OK(run_inverse_root(N, a, root));
+    CHECK(root[0] == 1 && root[1] == 0 && root[N * N - 1] == 1);
+    for (int64_t i = 0; i < N * N; i++) {
+        a[i] = (float)((i / N + 1) * (i % N + 1)); /* u u^T, |u|^2 = 2870 */
+    }
+    CHECK_OK(run_inverse_root(N, a, root));
+    double along = 0, ridge = 2870e-6;
+    for (int64_t i = 0; i < N * N; i++) {
+        along += root[i] * (double)((i / N + 1) * (i % N + 1)) / 2870;
+    }
+    CHECK(fabs(along / pow(2870 + ridge, -0.25) - 1) < 1e-4);
+    /* across, where only the ridge is: a vector orthogonal to u */
+    double across = (4 * root[0] - 4 * root[1] + root[N + 1]) / 5;
+    CHECK(fabs(across / pow(ridge, -0.25) - 1) < 1e-3);
+    a[3] = INFINITY;
+    CHECK(run_inverse_root(N, a, root) == DCP_ERR_NUMERIC);
+    a[3] = NAN;
+    CHECK(run_inverse_root(N, a, root) == DCP_ERR_NUMERIC);
+}
+
+static void
+test_shampoo_rules(void)
+{
+    dcp_optimizer_tensor_t good = matrix(DCP_OPTIMIZER_SHAMPOO, 2, 4, 4, 0);
+    CHECK_OK(optim_shampoo_ops.check(&good, 0));
+    dcp_optimizer_tensor_t bad = matrix(DCP_OPTIMIZER_SHAMPOO, 1, 4, 0, 0);
+    CHECK(optim_shampoo_ops.check(&bad, 7) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), "tensor 7 ") != NULL);
+    for (int field = 0; field < 5; field++) {
+        bad = good;
+        bad.rule.block = field == 0 ? 0 : 16;
+        bad.rule.every = field == 1 ? 0 : 1;
+        bad.rule.beta1 = field == 2 ? 1 : 0.9;
+        bad.rule.beta2 = field == 3 ? -0.1 : 0.9;
+        bad.rule.eps = field == 4 ? 0 : 1e-8;
+        CHECK(optim_shampoo_ops.check(&bad, 1) == DCP_ERR_ARG);
+    }
+    bad = good;
+    bad.rule.block = 8;
+    CHECK(!optim_shampoo_ops.same_state(&good.rule, &bad.rule));
+}
+
+static dcp_status_t
+shampoo_scenario(void)
+{
+    return self_scenario(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+}
+
 static void
 test_muon_rules(void)
 {
@@ -740,5 +865,14 @@ main(void)
     check_rounds(&optim_muon_ops, DCP_OPTIMIZER_MUON);
     check_bytes(&optim_muon_ops, DCP_OPTIMIZER_MUON);
     check_every_alloc(muon_scenario);
+    test_inverse_root();
+    test_inverse_root_limits();
+    test_shampoo_rules();
+    check_worlds(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+    check_resume(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+    check_zero_gradient(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+    check_rounds(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+    check_bytes(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+    check_every_alloc(shampoo_scenario);
     return check_finish();
 }
