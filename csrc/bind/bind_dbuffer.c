@@ -840,8 +840,9 @@ add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **t
 int
 bind_dbuffer_register(PyObject *module)
 {
-    if (add_type(module, "DBufferLayout", &layout_spec, &layout_type) < 0) {
+    if (add_type(module, "DBufferLayout", &layout_spec, &layout_type) < 0
+        || add_type(module, "DBuffer", &buffer_spec, &buffer_type) < 0) {
         return -1;
     }
-    return add_type(module, "DBuffer", &buffer_spec, &buffer_type);
+    return bind_shard_optimizer_register(module);
 }

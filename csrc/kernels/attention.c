@@ -30,7 +30,7 @@ extern const attention_forward_ops_t attention_forward_ops_avx512;
 static const attention_forward_ops_t *
 forward_ops(void)
 {
-    switch (dcp_isa_current()) {
+    switch (dcp_isa_vectors()) {
 #if defined(__x86_64__)
     case DCP_ISA_AVX512:
         return &attention_forward_ops_avx512;

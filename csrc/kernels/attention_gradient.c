@@ -29,7 +29,7 @@ extern const attention_backward_ops_t attention_backward_ops_avx512;
 static const attention_backward_ops_t *
 backward_ops(void)
 {
-    switch (dcp_isa_current()) {
+    switch (dcp_isa_vectors()) {
 #if defined(__x86_64__)
     case DCP_ISA_AVX512:
         return &attention_backward_ops_avx512;

@@ -20,6 +20,9 @@ typedef struct optim_state_info {
 
 typedef struct optim_ops {
     dcp_status_t (*check)(const dcp_optimizer_tensor_t *tensor, int64_t number);
+    /* Can the state made under one rule go on under the other? NULL: always. */
+    int32_t (*same_state)(const dcp_optimizer_rule_t *from,
+                          const dcp_optimizer_rule_t *to);
     /* Context and what it points to outlive the object. Collective. */
     dcp_status_t (*create)(const optim_context_t *context, void **object_p);
     void (*destroy)(void *object);

@@ -65,6 +65,7 @@ dcp_status_t dcp_dbuffer_layout_create(const dcp_dbuffer_tensor_t *tensors,
                                        int64_t block_rows, dcp_layout_order_t order,
                                        dcp_dbuffer_layout_t **layout_p);
 void dcp_dbuffer_layout_destroy(dcp_dbuffer_layout_t *layout);
+int32_t dcp_dbuffer_layout_rank_count(const dcp_dbuffer_layout_t *layout);
 int64_t dcp_dbuffer_layout_elements(
     const dcp_dbuffer_layout_t *layout); /* of the whole buffer, padding included */
 int64_t dcp_dbuffer_layout_start(const dcp_dbuffer_layout_t *layout,

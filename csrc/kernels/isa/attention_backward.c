@@ -36,8 +36,8 @@ typedef struct backward {
     float *score_gradients;         /* dS^T [KEY_BLOCK][BLOCK] */
     float *dq;                      /* [BLOCK][width] */
     float *keys;                    /* [segment][width] */
-    float *values_padded;           /* [MR][dim], when fewer than MR are left */
-    float *dk, *dv;                 /* [segment][width] */
+    float *values_padded; /* [MR][dim], when fewer than MR are left, or rounded */
+    float *dk, *dv;       /* [segment][width] */
     /* the block at hand */
     int64_t head, row, row_count;
 } backward_t;
@@ -60,7 +60,7 @@ layout(backward_t *b, arena_t *arena, int64_t key_count, int64_t dim)
     b->score_gradients = arena_floats(arena, KEY_BLOCK * BLOCK + 16);
     b->dq = arena_floats(arena, round_up(BLOCK, MR) * b->width);
     b->keys = arena_floats(arena, keys * b->width);
-    b->values_padded = arena_floats(arena, MR * dim);
+    b->values_padded = arena_floats(arena, round_up(MR * dim, VF));
     b->dk = arena_floats(arena, keys * b->width);
     b->dv = arena_floats(arena, keys * b->width);
 }
@@ -86,10 +86,15 @@ pack_block(const backward_t *b)
     const float *dout = view->dout + b->row * view->dout_stride + shift;
     const float *out = fwd->out + b->row * fwd->out_stride + shift;
     const float *lse = fwd->lse + b->head * fwd->lse_stride + b->row;
-    pack_transposed(b->queries_t, q, fwd->q_stride, b->row_count, b->dim, fwd->scale);
-    pack_transposed(b->dout_t, dout, view->dout_stride, b->row_count, b->dim, 1.0f);
     pack_rows(b->queries, b->width, q, fwd->q_stride, b->row_count, b->dim);
     pack_rows(b->dout, b->width, dout, view->dout_stride, b->row_count, b->dim);
+    if (fwd->round) {
+        round_vectors(b->queries, b->row_count * b->width);
+        round_vectors(b->dout, b->row_count * b->width);
+    }
+    pack_transposed(b->queries_t, b->queries, b->width, b->row_count, b->dim,
+                    fwd->scale);
+    pack_transposed(b->dout_t, b->dout, b->width, b->row_count, b->dim, 1.0f);
     for (int64_t i = 0; i < BLOCK; i++) {
         if (i >= b->row_count) {
             b->minus_lse[i] = -1000.0f;
@@ -152,7 +157,12 @@ score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t u
         UNROLL for (int v = 0; v < nv; v++)
         {
             vf p = vf_load(b->weights + r * BLOCK + column + v * VF);
-            vf_store(gradients + r * BLOCK + column + v * VF, p * s[r][v]);
+            vf x = p * s[r][v];
+            if (b->view->forward.round) {
+                vf_store(b->weights + r * BLOCK + column + v * VF, vf_round_bf16(p));
+                x = vf_round_bf16(x);
+            }
+            vf_store(gradients + r * BLOCK + column + v * VF, x);
         }
     }
 }
@@ -247,11 +257,14 @@ pass_keys(const backward_t *b, int64_t key, int64_t key_count, float *gradients,
     const attention_view_t *fwd = &view->forward;
     const float *values = fwd->v + key * fwd->v_stride;
     int64_t value_stride = fwd->v_stride;
-    if (key_count < MR) {
+    if (key_count < MR || fwd->round) {
         memset(b->values_padded, 0, (size_t)(MR * b->dim) * sizeof(float));
         for (int64_t r = 0; r < key_count; r++) {
             memcpy(b->values_padded + r * b->dim, values + r * value_stride,
                    (size_t)b->dim * sizeof(float));
+        }
+        if (fwd->round) {
+            round_vectors(b->values_padded, MR * b->dim);
         }
         values = b->values_padded;
         value_stride = b->dim;
@@ -441,6 +454,9 @@ backward(const attention_gradient_view_t *view, int64_t first, int64_t end,
     layout(&b, &arena, end - first, fwd->head_dim);
     pack_rows(b.keys, b.width, fwd->k + first * fwd->k_stride, fwd->k_stride,
               end - first, fwd->head_dim);
+    if (fwd->round) {
+        round_vectors(b.keys, (end - first) * b.width);
+    }
     int64_t padded = round_up(end - first, MR) - (end - first);
     memset(b.keys + (end - first) * b.width, 0,
            (size_t)(padded * b.width) * sizeof(float));

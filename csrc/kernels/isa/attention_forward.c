@@ -44,7 +44,8 @@ typedef struct forward {
     float *keys;         /* [TILE_KEYS / PANEL][dim][PANEL] */
     float *values;       /* [TILE_KEYS][width] */
     float *weights;      /* [MR][TILE_KEYS], exponentials of the current tile */
-    float *padded;       /* [MR][dim], query rows of a group that is not full */
+    float *padded;       /* [MR][dim], query rows of a group that is not full, or
+                            rounded ones */
     float *states;       /* [head][group of rows][state_count] */
 } forward_t;
 
@@ -66,7 +67,7 @@ layout(forward_t *f, arena_t *arena, int64_t row_count, int64_t group_size, int6
     f->keys = arena_floats(arena, TILE_KEYS * dim);
     f->values = arena_floats(arena, TILE_KEYS * f->width);
     f->weights = arena_floats(arena, MR * TILE_KEYS);
-    f->padded = arena_floats(arena, MR * dim);
+    f->padded = arena_floats(arena, round_up(MR * dim, VF));
     int64_t groups = (row_count + MR - 1) / MR * group_size;
     f->states = arena_floats(arena, groups * f->state_count);
 }
@@ -101,7 +102,8 @@ raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t co
         vf shrink = exp2_tile(vf_set(-raise * f->factor));
         vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
         for (int64_t c = 0; c < column; c += VF) {
-            vf_store(row + c, vf_load(row + c) * shrink);
+            vf x = vf_load(row + c) * shrink;
+            vf_store(row + c, f->view->round ? vf_round_bf16(x) : x);
         }
         for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
             float *x = g->result + r * f->width + d;
@@ -177,8 +179,9 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
             if (masked) {
                 p = mask_select(mask_below(seen + r * step - v * VF), p, (vf){0});
             }
-            vf_store(weights + r * TILE_KEYS + v * VF, p);
             sum[r] += p;
+            vf_store(weights + r * TILE_KEYS + v * VF,
+                     f->view->round ? vf_round_bf16(p) : p);
         }
     }
     UNROLL for (int r = 0; r < MR; r++)
@@ -354,7 +357,8 @@ lead_rows(const attention_view_t *view, int64_t first)
     return first == 0 ? view->query_count % MR : 0;
 }
 
-/* A group of fewer than MR rows: copied, so that tiles may read MR rows. */
+/* A group of fewer than MR rows, copied so that tiles may read MR rows, or rows to be
+ * rounded. */
 static void
 pad_queries(const forward_t *f, group_t *g)
 {
@@ -366,6 +370,9 @@ pad_queries(const forward_t *f, group_t *g)
         } else {
             memset(to, 0, (size_t)dim * sizeof(float));
         }
+    }
+    if (f->view->round) {
+        round_vectors(f->padded, MR * dim);
     }
     g->q = f->padded;
     g->q_stride = dim;
@@ -394,7 +401,7 @@ pass_head(const forward_t *f, int64_t head, int64_t first, int64_t start, int64_
             .row_count = row == first && lead > 0 ? lead : MR,
             .head = head,
         };
-        if (g.row_count < MR) {
+        if (g.row_count < MR || view->round) {
             pad_queries(f, &g);
         }
         pass_tile(f, &g, key, key_count);
@@ -435,6 +442,10 @@ forward(const attention_view_t *view, int64_t first, int64_t end, void *scratch)
                         key_count, view->head_dim, sign);
         pack_rows(f.values, f.width, view->v + key * view->v_stride, view->v_stride,
                   key_count, view->head_dim);
+        if (view->round) {
+            round_vectors(f.keys, round_up(key_count, PANEL) * view->head_dim);
+            round_vectors(f.values, key_count * f.width);
+        }
         int64_t start = max_i64(attention_first_row(view, key), first);
         for (int64_t head = 0; head < view->group_size; head++) {
             pass_head(&f, head, first, start, end, key, key_count);

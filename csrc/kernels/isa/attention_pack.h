@@ -165,6 +165,15 @@ pack_rows(float *to, int64_t width, const float *rows, int64_t row_stride,
     }
 }
 
+/* Rounds whole vectors to bf16 in place. */
+static void
+round_vectors(float *x, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += VF) {
+        vf_store(x + i, vf_round_bf16(vf_load(x + i)));
+    }
+}
+
 /* Hands out pieces of scratch; with base NULL it only measures. */
 typedef struct arena {
     char *base;
