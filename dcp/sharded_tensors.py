@@ -264,6 +264,9 @@ class ShardedTensors:
         self._updates = 0
         self._optimizer: Any = None
         self._settings: Any = None
+        self._rules: list[tuple[Any, ...]] = []
+        self._kept: dict[str, list[Run]] = {}
+        self._kept_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         self._fill(given, init)
 
     def _weight_kind(self) -> tuple[int, bool]:
@@ -480,11 +483,9 @@ class ShardedTensors:
 
         Without windows every group is gathered; `release` gives it back.
         """
-        found: dict[str, NDArray[Any]] = {}
-        order, self._gather_order = self._gather_order, []
-        if order and not self.windows:
-            self._gather_order = order
+        if self._gather_order:
             raise _dcp.StateError("an order of gathers is declared: gather groups in it")
+        found: dict[str, NDArray[Any]] = {}
         for number in range(len(self._group_names)):
             found |= self.gather(number)
         return found | self._ignored
@@ -738,6 +739,8 @@ class ShardedTensors:
                 Run(self._trained.tensors[i].name, first, array)
                 for i, first, array in self._optimizer.state_runs(number)
             ]
+        for kind, runs in self._kept.items():
+            found[kind] = found.get(kind, []) + runs
         if saving and self.world.rank >= self._shards.size:
             return {kind: [] for kind in found}
         return found
@@ -746,14 +749,55 @@ class ShardedTensors:
         return list(self._optimizer.states()) if self._optimizer is not None else []
 
     def kind_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of states that are not those of their tensors, by kind and tensor."""
-        found = {}
-        for kind, shapes in self._states():
-            tensors = self._trained.tensors
-            other = {tensors[i].name: tuple(shape) for i, shape in shapes.items()}
-            if any(shape != self.shapes[name] for name, shape in other.items()):
-                found[kind] = other
-        return found
+        """Kind of state -> tensor -> shape, for kinds whose shape is not the tensor's."""
+        names = [tensor.name for tensor in self._trained.tensors]
+        found = {
+            kind: {names[i]: tuple(shape) for i, shape in of.items()} for kind, of in self._states()
+        }
+        for kind, kept in self._kept_shapes.items():
+            found[kind] = found.get(kind, {}) | kept
+        shapes = self.shapes
+        return {
+            kind: of
+            for kind, of in found.items()
+            if any(shape != shapes[name] for name, shape in of.items())
+        }
+
+    def keep_state(
+        self,
+        states: Mapping[str, Mapping[str, Sequence[int]]],
+        *,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make room in `shards` for state of tensors that were trained before and are frozen now.
+
+        So what a checkpoint holds of them stays in the next one. Each rank has a part.
+
+        Parameters
+        ----------
+        states : mapping
+            Kind of state -> name of a frozen tensor -> shape of its state.
+        dtypes : mapping, optional
+            Kind of state -> dtype; default float32.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A name is no tensor, or is not frozen.
+        """
+        for kind, of in states.items():
+            dtype = np.dtype((dtypes or {}).get(kind, "float32"))
+            for name, given in of.items():
+                if name not in self._part_of or name not in self._frozen:
+                    raise _dcp.ArgumentError(f"states: {name!r} is no frozen tensor")
+                shape = tuple(int(size) for size in given)
+                self._kept_shapes.setdefault(kind, {})[name] = shape
+                size, rank, ranks = math.prod(shape), self._shards.rank, self._shards.size
+                first = size * rank // ranks
+                count = size * (rank + 1) // ranks - first
+                if count:
+                    run = Run(name, first, np.zeros(count, dtype))
+                    self._kept.setdefault(kind, []).append(run)
 
     def traffic(self) -> dict[str, int]:
         """Bytes moved and copied by this rank, and groups gathered and reduced, so far."""
