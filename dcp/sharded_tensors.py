@@ -424,8 +424,8 @@ class ShardedTensors:
 
         From then on `gather` follows it, again from its start where it ends; while a group is
         used, a thread gathers the `depth` next ones, none beyond the end of the order and none that
-        is in use. `step` starts it anew. An empty order ends this. With windows nothing needs to be gathered ahead,
-        and any order is accepted.
+        is in use. `step` starts it anew. An empty order ends this. With windows nothing needs to be
+        gathered ahead, and any order is accepted.
 
         Raises
         ------
