@@ -4,6 +4,14 @@
 
 #include "rowwise.h"
 
+/* What packing reads: fp32 numbers as they are, the same to be rounded to bf16, or bf16
+ * numbers. */
+typedef enum source {
+    SOURCE_FLOAT = 0,
+    SOURCE_ROUND = 1,
+    SOURCE_BF16 = 2,
+} source_t;
+
 typedef struct bf16_ops {
     /* to[i] = from[i] as a bf16 number, in fp32; to may be from. */
     void (*round)(int64_t count, const float *from, float *to);

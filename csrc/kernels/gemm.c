@@ -166,7 +166,7 @@ typedef struct job {
     dcp_pool_t *pool;
     const dcp_gemm_args_t *args;
     const gemm_ops_t *ops;
-    gemm_source_t source;            /* what packing reads */
+    source_t source;                 /* what packing reads */
     int32_t packs_a;                 /* A is not read in place */
     int64_t panel;                   /* columns of a whole B panel */
     int64_t k_step;                  /* depth of a k block, elements */
@@ -318,7 +318,7 @@ dcp_cpu_gemm(dcp_pool_t *pool, const dcp_gemm_args_t *args)
         return DCP_OK;
     }
     job_t job = {.pool = pool, .args = args, .ops = ops_current(args->compute)};
-    job.source = args->compute == DCP_BF16 ? GEMM_ROUND : GEMM_FLOAT;
+    job.source = args->compute == DCP_BF16 ? SOURCE_ROUND : SOURCE_FLOAT;
     job.packs_a = args->trans_a || args->compute == DCP_BF16;
     job.panel = 2 * job.ops->vector;
     job_plan(&job);
@@ -345,7 +345,7 @@ dcp_gemm_pack_bytes(int64_t n, int64_t k, dcp_dtype_t compute)
 typedef struct pack_job {
     const dcp_gemm_pack_args_t *args;
     const gemm_ops_t *ops;
-    gemm_source_t source;
+    source_t source;
 } pack_job_t;
 
 static dcp_status_t
@@ -387,9 +387,9 @@ dcp_cpu_gemm_pack(dcp_pool_t *pool, const dcp_gemm_pack_args_t *args)
         return DCP_FAIL(DCP_ERR_ARG, "packed %p must be 64-byte aligned memory",
                         args->packed);
     }
-    gemm_source_t source = args->b_bf16 != NULL        ? GEMM_BF16
-                           : args->compute == DCP_BF16 ? GEMM_ROUND
-                                                       : GEMM_FLOAT;
+    source_t source = args->b_bf16 != NULL        ? SOURCE_BF16
+                      : args->compute == DCP_BF16 ? SOURCE_ROUND
+                                                  : SOURCE_FLOAT;
     pack_job_t job = {args, ops_current(args->compute), source};
     return dcp_pool_run(pool, ceil_div(args->n, PACK_COLUMNS), pack_task, &job);
 }

@@ -21,16 +21,9 @@
 #ifndef DCP_GEMM_OPS_H
 #define DCP_GEMM_OPS_H
 
-#include <stdint.h>
+#include "bf16.h"
 
-/* What packing reads: fp32 numbers as they are, the same to be rounded to bf16, or bf16
- * numbers. */
-typedef enum gemm_source {
-    GEMM_FLOAT = 0,
-    GEMM_ROUND = 1,
-    GEMM_BF16 = 2,
-    GEMM_SOURCE_COUNT = 3,
-} gemm_source_t;
+#include <stdint.h>
 
 /* One block: C [m, n] = base + bias + A B over kc words. */
 typedef struct gemm_block {
@@ -54,10 +47,11 @@ typedef struct gemm_ops {
     int32_t factors; /* in a word */
     /* Here k counts elements. Panels of columns 0..n-1. b: row stride ldb, [k, n], or
      * [n, k] with trans_b. */
-    void (*pack_b)(gemm_source_t source, int64_t n, int64_t k, const void *b,
-                   int64_t ldb, int32_t trans_b, int64_t panel_stride, void *packed);
-    /* Strips of rows 0..m-1 from A stored [k, m] with row stride lda; not GEMM_BF16. */
-    void (*pack_strips)(gemm_source_t source, int64_t m, int64_t k, const float *a,
+    void (*pack_b)(source_t source, int64_t n, int64_t k, const void *b, int64_t ldb,
+                   int32_t trans_b, int64_t panel_stride, void *packed);
+    /* Strips of rows 0..m-1 from A stored [k, m] with row stride lda; not SOURCE_BF16.
+     */
+    void (*pack_strips)(source_t source, int64_t m, int64_t k, const float *a,
                         int64_t lda, void *packed);
     /* Packed rows from A stored [m, k], rounded. */
     void (*pack_rows)(int64_t m, int64_t k, const float *a, int64_t lda, void *packed);

@@ -13,7 +13,7 @@
  * multiply-adds a lane: c + a1 b1 + a0 b0 as the instruction defines it (two roundings
  * to nearest even, subnormal numbers count as zero), again one chain an element.
  */
-#include "simd.h"
+#include "words.h"
 
 #include "../gemm_ops.h"
 
@@ -43,126 +43,6 @@
     X(6)
 #endif
 #define PANEL (2 * VF)
-
-#define INLINE static inline __attribute__((always_inline))
-
-/* ---- words: one fp32 number or two bf16 numbers ---- */
-
-typedef uint16_t narrow_t __attribute__((vector_size(VF * 2)));
-typedef uint32_t wide_t __attribute__((vector_size(VF * 4)));
-
-#if defined(__AVX512BF16__)
-#define FACTORS 2
-typedef int32_t word_t;
-typedef vi word_vector_t;
-#else
-#define FACTORS 1
-typedef float word_t;
-typedef vf word_vector_t;
-#endif
-typedef word_vector_t word_vector_u __attribute__((aligned(4)));
-
-INLINE word_vector_t
-words_load(const word_t *p)
-{
-    return *(const word_vector_u *)p;
-}
-
-INLINE void
-words_store(word_t *p, word_vector_t x)
-{
-    *(word_vector_u *)p = x;
-}
-
-INLINE void
-words_store_part(word_t *p, word_vector_t x, int64_t count)
-{
-    memcpy(p, &x, (size_t)count * sizeof(word_t));
-}
-
-/* c + a b, the word `a` in every lane. */
-INLINE vf
-multiply_add(word_t a, word_vector_t b, vf c)
-{
-#if FACTORS == 2
-    __m512i x = _mm512_set1_epi32(a);
-    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)x, (__m512bh)b);
-#else
-    return vf_fma(vf_set(a), b, c);
-#endif
-}
-
-/* First `count` (0..VF) numbers of p in fp32, as `source` says; the rest 0. */
-INLINE vf
-numbers_load(const int source, const void *p, int64_t count)
-{
-    if (source == GEMM_BF16) {
-        narrow_t x = {0};
-        memcpy(&x, p, (size_t)count * sizeof(uint16_t));
-        return (vf)(__builtin_convertvector(x, wide_t) << 16);
-    }
-    vf x = vf_get(p, count);
-    return source == GEMM_ROUND ? vf_round_bf16(x) : x;
-}
-
-INLINE const void *
-numbers_at(const int source, const void *p, int64_t index)
-{
-    return (const char *)p + index * (source == GEMM_BF16 ? 2 : 4);
-}
-
-#if FACTORS == 2
-/* Numbers 0..15 of `low` and `high` in turns. */
-INLINE word_vector_t
-interleave(vf low, vf high)
-{
-    static const uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    return (vi)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), (__m512i)both);
-}
-#endif
-
-/* VF words along a row: its first `count` (0..FACTORS * VF) numbers, the rest 0. */
-INLINE word_vector_t
-words_along(const int source, const void *p, int64_t count)
-{
-#if FACTORS == 2
-    if (source == GEMM_BF16) {
-        uint32_t mask = (uint32_t)((UINT64_C(1) << count) - 1);
-        return (vi)_mm512_maskz_loadu_epi16(mask, p);
-    }
-    int64_t more = count > VF ? count - VF : 0;
-    vf low = numbers_load(GEMM_FLOAT, p, count - more);
-    vf high = numbers_load(GEMM_FLOAT, numbers_at(GEMM_FLOAT, p, VF), more);
-    return (vi)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-#else
-    return numbers_load(source, p, count);
-#endif
-}
-
-/* VF words across `rows` (1..FACTORS) rows with stride ld: columns 0..count-1, the rest
- * 0. */
-INLINE word_vector_t
-words_across(const int source, const void *p, int64_t ld, int64_t rows, int64_t count)
-{
-#if FACTORS == 2
-    const void *next = numbers_at(source, p, ld);
-    vf low = numbers_load(source == GEMM_BF16 ? GEMM_BF16 : GEMM_FLOAT, p, count);
-    vf high = rows == 1             ? (vf){0}
-              : source == GEMM_BF16 ? numbers_load(GEMM_BF16, next, count)
-                                    : numbers_load(GEMM_FLOAT, next, count);
-    if (source == GEMM_BF16) {
-        return (vi)high | (vi)((wide_t)low >> 16);
-    }
-    return interleave(low, high);
-#else
-    (void)ld;
-    (void)rows;
-    return numbers_load(source, p, count);
-#endif
-}
 
 /* ---- the tile ---- */
 
@@ -316,7 +196,7 @@ strip_pack(const int rows, const int source, int64_t k, const float *a, int64_t 
 {
     for (int64_t j = 0; j < k; j += FACTORS) {
         __builtin_prefetch(a + PACK_DEPTH * lda);
-        if (FACTORS == 1 && source == GEMM_FLOAT) {
+        if (FACTORS == 1 && source == SOURCE_FLOAT) {
             memcpy(to, a, (size_t)rows * sizeof(float));
         } else {
             for (int i = 0; i < rows; i += VF) {
@@ -337,12 +217,12 @@ typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, word_t *to)
     static void strip_##rows##_float(int64_t k, const float *a, int64_t lda, \
                                      word_t *to)                             \
     {                                                                        \
-        strip_pack(rows, GEMM_FLOAT, k, a, lda, to);                         \
+        strip_pack(rows, SOURCE_FLOAT, k, a, lda, to);                       \
     }                                                                        \
     static void strip_##rows##_round(int64_t k, const float *a, int64_t lda, \
                                      word_t *to)                             \
     {                                                                        \
-        strip_pack(rows, GEMM_ROUND, k, a, lda, to);                         \
+        strip_pack(rows, SOURCE_ROUND, k, a, lda, to);                       \
     }
 
 EACH_ROWS(STRIP)
@@ -352,7 +232,7 @@ EACH_ROWS(STRIP)
 static const strip_func_t strip_packs[ROWS][2] = {EACH_ROWS(STRIP_ENTRY)};
 
 static void
-pack_strips(gemm_source_t source, int64_t m, int64_t k, const float *a, int64_t lda,
+pack_strips(source_t source, int64_t m, int64_t k, const float *a, int64_t lda,
             void *packed)
 {
     const gemm_strips_t strips = gemm_strips(m, ROWS);
@@ -377,12 +257,12 @@ pack_rows(int64_t m, int64_t k, const float *a, int64_t lda, void *packed)
     for (int64_t row = 0; row < m; row++) {
         int64_t j = 0;
         for (; j + FACTORS * VF <= k; j += FACTORS * VF) {
-            words_store(to, words_along(GEMM_ROUND, a + j, FACTORS * VF));
+            words_store(to, words_along(SOURCE_ROUND, a + j, FACTORS * VF));
             to += VF;
         }
         if (j < k) {
             int64_t words = (k - j + FACTORS - 1) / FACTORS;
-            words_store_part(to, words_along(GEMM_ROUND, a + j, k - j), words);
+            words_store_part(to, words_along(SOURCE_ROUND, a + j, k - j), words);
             to += words;
         }
         a += lda;
@@ -544,15 +424,15 @@ panels_pack(const int source, int64_t n, int64_t k, const void *b, int64_t ldb,
 }
 
 static void
-pack_b(gemm_source_t source, int64_t n, int64_t k, const void *b, int64_t ldb,
+pack_b(source_t source, int64_t n, int64_t k, const void *b, int64_t ldb,
        int32_t trans_b, int64_t panel_stride, void *packed)
 {
-    if (source == GEMM_BF16) {
-        panels_pack(GEMM_BF16, n, k, b, ldb, trans_b, panel_stride, packed);
-    } else if (source == GEMM_ROUND && FACTORS == 1) {
-        panels_pack(GEMM_ROUND, n, k, b, ldb, trans_b, panel_stride, packed);
+    if (source == SOURCE_BF16) {
+        panels_pack(SOURCE_BF16, n, k, b, ldb, trans_b, panel_stride, packed);
+    } else if (source == SOURCE_ROUND && FACTORS == 1) {
+        panels_pack(SOURCE_ROUND, n, k, b, ldb, trans_b, panel_stride, packed);
     } else {
-        panels_pack(GEMM_FLOAT, n, k, b, ldb, trans_b, panel_stride, packed);
+        panels_pack(SOURCE_FLOAT, n, k, b, ldb, trans_b, panel_stride, packed);
     }
 }
 
