@@ -45,6 +45,7 @@ _HOME = {
     "redistribute": "dcp.placement",
     "fully_shard": "dcp.sharded",
     "ShardedModel": "dcp.sharded",
+    "ShardedTensors": "dcp.sharded_tensors",
     "CostModel": "dcp.cost",
     "profile": "dcp.profiling",
     "Plan": "dcp.planning",

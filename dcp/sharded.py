@@ -25,7 +25,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from dcp.checkpoint import Run
 if TYPE_CHECKING:
     from dcp.models import Model, Transformer1D
     from dcp.optim_base import Optimizer
+    from dcp.sharded_tensors import ShardedTensors
     from dcp.world import World
 
 __all__ = ["ShardedModel", "StepResult", "fully_shard"]
@@ -469,6 +470,7 @@ class ShardedModel:
         return f"<dcp.ShardedModel of {count:,} parameters over {self.world.size} ranks>"
 
 
+@overload
 def fully_shard(
     model: Model | Transformer1D,
     world: World,
@@ -480,7 +482,28 @@ def fully_shard(
     reduce: Literal["step", "layer"] = "step",
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
-) -> ShardedModel:
+) -> ShardedModel: ...
+
+
+@overload
+def fully_shard(
+    model: Mapping[str, Any] | Sequence[tuple[str, Any]], world: World, **options: Any
+) -> ShardedTensors: ...
+
+
+def fully_shard(
+    model: Model | Transformer1D | Mapping[str, Any] | Sequence[tuple[str, Any]],
+    world: World,
+    *,
+    block_rows: Any = 1,
+    seed: int = 0,
+    frozen: Sequence[str] = (),
+    windows: bool = True,
+    reduce: Literal["step", "layer"] = "step",
+    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
+    **options: Any,
+) -> ShardedModel | ShardedTensors:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
 
     Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437). With
@@ -489,9 +512,10 @@ def fully_shard(
 
     Parameters
     ----------
-    model : dcp.Model or dcp.Transformer1D
+    model : dcp.Model, dcp.Transformer1D, or a mapping or list of (name, tensor)
         A model whose weights are taken over (the same on every rank), or a configuration whose
-        weights are initialised from `seed`, each rank its own shard.
+        weights are initialised from `seed`, each rank its own shard. Tensors of any other model
+        make a `dcp.sharded_tensors.ShardedTensors`, which see for its further settings.
     world : dcp.World
         The ranks.
     block_rows : int
@@ -517,7 +541,7 @@ def fully_shard(
 
     Returns
     -------
-    ShardedModel
+    ShardedModel or ShardedTensors
 
     Raises
     ------
@@ -532,6 +556,23 @@ def fully_shard(
     ...         len(model.shapes) == len(model.parameters())
     True
     """
+    if isinstance(model, Mapping | list | tuple):
+        from dcp.sharded_tensors import ShardedTensors
+
+        return ShardedTensors(
+            model,
+            world,
+            block_rows=block_rows,
+            frozen=frozen,
+            windows=windows,
+            reduce=reduce,
+            compute_dtype=compute_dtype or "float32",
+            **options,
+        )
+    if options:
+        raise TypeError(
+            f"fully_shard: {sorted(options)[0]!r} is a setting of tensors, not of models"
+        )
     config: Any = getattr(model, "config", model)
     if compute_dtype is not None:
         config = dataclasses.replace(config, compute_dtype=compute_dtype)

@@ -106,6 +106,9 @@ int bind_layout_register(PyObject *module);
 int bind_plan_register(PyObject *module);
 int bind_sim_register(PyObject *module);
 int bind_step_register(PyObject *module);
+int bind_dbuffer_register(PyObject *module);
+/* called by bind_dbuffer_register */
+int bind_shard_optimizer_register(PyObject *module);
 int bind_placement_register(PyObject *module);
 
 #endif
