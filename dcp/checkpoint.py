@@ -22,7 +22,9 @@ import numpy as np
 
 from dcp import _dcp
 from dcp import checkpoint_format as form
-from dcp.checkpoint_folder import is_used, latest, resolve
+from dcp.checkpoint_exchange import convert_index, export_index
+from dcp.checkpoint_folder import is_foreign, is_used, latest, resolve
+from dcp.checkpoint_foreign import open_foreign
 from dcp.checkpoint_format import DTYPES, Array, Index, Kind, Shape
 from dcp.checkpoint_reader import Reader, Request
 from dcp.checkpoint_writer import (
@@ -33,11 +35,25 @@ from dcp.checkpoint_writer import (
     Shards,
     World,
     held_kinds,
+    parts_of,
     plain,
     plain_shapes,
 )
 
-__all__ = ["Run", "gather", "is_used", "latest", "load", "resolve", "save", "show", "verify"]
+__all__ = [
+    "Run",
+    "convert",
+    "export",
+    "gather",
+    "is_used",
+    "latest",
+    "load",
+    "read",
+    "resolve",
+    "save",
+    "show",
+    "verify",
+]
 
 
 @contextmanager
@@ -113,32 +129,41 @@ def save(
     ...     print(path.name, checkpoint.load(path, shards=shards, shapes={"w": (2, 3)}))
     step-00000012 {'epoch': 1}
     """
-    with (
-        _together(world, f"saving step {step} in {folder}"),
-        Saving(
+    with _together(world, f"saving step {step} in {folder}"):
+        names = plain_shapes(shapes)
+        saving = Saving(
             folder,
             step=step,
-            world=world,
-            shards=shards,
-            shapes=shapes,
-            kind_shapes=kind_shapes,
+            rank=world.rank,
+            size=world.size,
+            shapes=names,
+            kinds=held_kinds(shards, names, kind_shapes),
             state=state,
             config=config,
             keep=keep,
-        ) as saving,
-    ):
-        if world.rank == 0:
-            saving.begin()
-        world.barrier()
-        writer = saving.open()
-        for chunk in writer.chunks():
-            writer.write(chunk)
-        saving.leave_note(writer.finish())
-        world.barrier()
-        if world.rank == 0:
-            saving.publish()
-        world.barrier()
+        )
+        with saving:
+            if world.rank == 0:
+                saving.begin()
+            world.barrier()
+            parts, arrays = parts_of(shards)
+            with saving.open(parts) as writer:
+                for chunk in writer.chunks():
+                    writer.write(chunk, chunk.of(arrays))
+                saving.leave_note(writer.finish())
+            world.barrier()
+            if world.rank == 0:
+                saving.publish()
+            world.barrier()
     return saving.place
+
+
+def _open(path: str | os.PathLike[str]) -> Index:
+    """The index of a checkpoint, or of foreign files; checked as far as it goes without data."""
+    path = Path(path)
+    index = open_foreign(path) if is_foreign(path) else form.read_index(resolve(path))
+    form.check(index)
+    return index
 
 
 def _compare_configs(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -228,13 +253,12 @@ def load(
     See :func:`save`.
     """
     with _together(world, f"loading {path}"):
-        index = form.read_index(resolve(path))
+        index = _open(path)
         here = plain_shapes(shapes)
         held = held_kinds(shards, here, kind_shapes, writable=True)
         if config is not None:
             _compare_configs(index.path, index.config, plain(config, "config"))
         _compare_shapes(index.path, index.shapes, here)
-        form.check(index)
         _compare_kinds(index, held)
         with Reader(index) as reader:
             reader.read(
@@ -271,7 +295,8 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    index = form.read_index(resolve(path))
+    with _together(None, f"reading {path}"):
+        index = _open(path)
     return {
         "path": str(index.path),
         "step": index.step,
@@ -316,8 +341,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     dcp.FileError: no/such/folder cannot be read: ...
     """
     with _together(None, f"verifying {path}"):
-        index = form.read_index(resolve(path))
-        form.check(index)
+        index = _open(path)
         with Reader(index) as reader:
             reader.verify()
 
@@ -347,8 +371,7 @@ def gather(
     dcp.FileError: no/such/folder cannot be read: ...
     """
     with _together(None, f"reading {path}"):
-        index = form.read_index(resolve(path))
-        form.check(index)
+        index = _open(path)
         kinds = list(index.kinds) if kinds is None else list(kinds)
         for kind in kinds:
             _check_kind(index, kind)
@@ -359,3 +382,161 @@ def gather(
                     flat = np.empty(prod(shape), DTYPES[dtype or "F32"])
                     reader.read([Request(kind, name, 0, flat)])
                     yield kind, name, flat.reshape(shape)
+
+
+def read(
+    path: str | os.PathLike[str],
+    name: str,
+    *,
+    kind: str = "weights",
+    first: int = 0,
+    count: int | None = None,
+) -> Array:
+    """One tensor of a checkpoint, or a range of its elements; nothing else is read.
+
+    Parameters
+    ----------
+    path : path
+        The checkpoint, the folder of a run (its newest whole one), a folder of Hugging Face's or a
+        safetensors file.
+    name : str
+        The tensor.
+    kind : str, optional
+        What of it.
+    first, count : int, optional
+        Elements ``[first, first + count)`` in row-major order; to its end where `count` is None.
+
+    Returns
+    -------
+    numpy.ndarray
+        The tensor in its shape, or the range, 1-D. uint16 for the bits of bfloat16.
+
+    Raises
+    ------
+    dcp.FileError
+        If the checkpoint is damaged there, or does not hold the tensor.
+    dcp.ArgumentError
+        If the range does not lie in the tensor.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> from dcp import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"w": np.ones((2, 3), np.float32)}, folder + "/a.safetensors")
+    ...     checkpoint.read(folder + "/a.safetensors", "w", first=2, count=3).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    with _together(None, f"reading {path}"):
+        index = _open(path)
+        _check_kind(index, kind)
+        dtype, shapes = index.kinds[kind]
+        if name not in shapes:
+            raise _dcp.FileError(f"{index.path} holds no {kind} of {name}")
+        size = prod(shapes[name])
+        last = size if count is None else first + count
+        if not 0 <= first <= last <= size:
+            raise _dcp.ArgumentError(
+                f"elements {first}..{last} do not lie in {name}, which has {size}"
+            )
+        flat = np.empty(last - first, DTYPES[dtype or "F32"])
+        with Reader(index) as reader:
+            reader.read([Request(kind, name, first, flat)])
+    return flat.reshape(shapes[name]) if first == 0 and count is None else flat
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Writes the weights as a folder of Hugging Face's: ``config.json`` and safetensors.
+
+    Parameters
+    ----------
+    path : path
+        The checkpoint, or the folder of a run: its newest whole one.
+    out : path
+        A new or empty folder.
+    max_shard_bytes : int, optional
+        Weights of more bytes go to several files and an index; a tensor stays whole.
+    dtype : {"float32", "bfloat16"}, optional
+        bfloat16 is rounded to nearest, ties to even.
+
+    Returns
+    -------
+    dict
+        ``files``, ``bytes`` of the tensors.
+
+    Raises
+    ------
+    dcp.FileError
+        If the checkpoint is damaged or the folder cannot be written.
+    dcp.ArgumentError
+        If `out` is not empty, a setting breaks a rule, or the checkpoint has no model's settings.
+
+    Examples
+    --------
+    >>> import dcp, tempfile
+    >>> from dcp import checkpoint
+    >>> model = dcp.Model(dcp.Transformer1D(11, 8, 12, 1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save_pretrained(folder + "/model")
+    ...     checkpoint.export(folder + "/model", folder + "/half", dtype="bfloat16")
+    {'files': ['model.safetensors'], 'bytes': 1488}
+    """
+    with _together(None, f"exporting {path}"):
+        index = _open(path)
+        return export_index(index, Path(out), max_shard_bytes=max_shard_bytes, dtype=dtype)
+
+
+def convert(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    ranks: int | None = None,
+) -> Path:
+    """Writes any checkpoint, or foreign weights, as a checkpoint of so many files.
+
+    Parameters
+    ----------
+    path : path
+        A checkpoint, or the folder of a run: all its kinds and its state are kept. Or a folder of
+        Hugging Face's, its index, or a safetensors file: weights as float32, at step 0.
+    out : path
+        Where ``step-XXXXXXXX`` is made; a folder that holds no checkpoints.
+    ranks : int, optional
+        Files; by default as many as there were.
+
+    Returns
+    -------
+    Path
+        The new checkpoint's folder.
+
+    Raises
+    ------
+    dcp.FileError
+        If the source is damaged or `out` cannot be written.
+    dcp.ArgumentError
+        If `out` holds checkpoints, or `ranks` is less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> from dcp import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"w": np.arange(6.0, dtype=np.float32)}, folder + "/a.safetensors")
+    ...     path = checkpoint.convert(folder + "/a.safetensors", folder + "/run", ranks=2)
+    ...     checkpoint.show(path)["world"], path.name
+    (2, 'step-00000000')
+    """
+    with _together(None, f"converting {path}"):
+        if is_used(out):
+            raise _dcp.ArgumentError(f"{out} holds checkpoints already: name another folder")
+        index = _open(path)
+        chosen = ranks if ranks is not None else max(1, index.world)
+        return convert_index(index, Path(out), ranks=chosen, step=index.step)

@@ -101,6 +101,13 @@ def prune(folder: Path, newest: Path, keep: int) -> None:
         _remove(path)
 
 
+def is_foreign(path: Path) -> bool:
+    """Whether this is a safetensors file, an index of some, or a folder with either."""
+    if path.is_file():
+        return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+    return any((path / name).is_file() for name in (form.FOREIGN_INDEX, form.FOREIGN_SINGLE))
+
+
 def is_used(folder: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a checkpoint, whole or not.
 
@@ -156,6 +163,8 @@ def latest(folder: str | os.PathLike[str]) -> Path:
 def resolve(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that `path` means: itself, or the newest whole one of that folder.
 
+    Hugging Face's folders and safetensors files mean themselves.
+
     Examples
     --------
     >>> from dcp import checkpoint
@@ -163,6 +172,6 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     'step-00000012'
     """
     path = Path(path)
-    if STEP.fullmatch(path.name) or (path / form.INDEX).exists():
+    if STEP.fullmatch(path.name) or (path / form.INDEX).exists() or is_foreign(path):
         return path
     return latest(path)

@@ -29,6 +29,8 @@ from dcp import _dcp
 SCHEMA = 2
 READABLE = (1, 2)
 INDEX = "index.json"
+FOREIGN_INDEX = "model.safetensors.index.json"
+FOREIGN_SINGLE = "model.safetensors"
 CHUNK_BYTES = 4 << 20
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
@@ -93,14 +95,18 @@ class Index:
     foreign: bool = False  # keys are the tensors' names, F16 and BF16 are widened
 
 
-class Item(NamedTuple):
-    """An array, and the byte of the file where it begins."""
+class Part(NamedTuple):
+    """Elements [first, first + size) of a tensor that are to be written."""
 
     kind: str
     tensor: str
     first: int
-    array: Array
-    offset: int
+    size: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.size * DTYPES[self.dtype].itemsize
 
 
 def file_name(rank: int, world: int) -> str:
@@ -136,28 +142,6 @@ def encode_header(entries: Mapping[str, tuple[str, Iterable[int], int]], **metad
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def plan_file(arrays: Iterable[tuple[str, str, int, Array]]) -> tuple[bytes, list[Item]]:
-    """Header and places of (kind, tensor, first element, array).
-
-    Wide elements come first, so that all lie at multiples of their size.
-    """
-    ordered = sorted(arrays, key=lambda entry: -entry[3].itemsize)
-    entries = {
-        Piece(kind, tensor, first, first + array.size, None).key: (
-            DTYPE_NAMES[array.dtype],
-            (array.size,),
-            array.nbytes,
-        )
-        for kind, tensor, first, array in ordered
-    }
-    header = encode_header(entries, dcp_schema=str(SCHEMA))
-    items, offset = [], len(header)
-    for kind, tensor, first, array in ordered:
-        items.append(Item(kind, tensor, first, array, offset))
-        offset += array.nbytes
-    return header, items
 
 
 def _checksum(document: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 from dcp import _dcp
 from dcp import checkpoint_folder as folders
 from dcp import checkpoint_format as form
-from dcp.checkpoint_format import Array, Index, Kind, Piece, Shape, ShardFile
+from dcp.checkpoint_format import Array, Index, Kind, Part, Piece, Shape, ShardFile
 
 _KIND = re.compile(r"[A-Za-z0-9_.-]+")
 _BLOCK_BYTES = 256 << 10
@@ -132,25 +132,53 @@ def _check_run(where: str, run: Run, size: int, writable: bool) -> str:
     return form.DTYPE_NAMES[array.dtype]
 
 
-class Chunk(NamedTuple):
-    """Part of an item that one checksum covers."""
+def parts_of(shards: Shards) -> tuple[list[Part], list[Array]]:
+    """What to write of checked shards, and the arrays in the same order.
 
-    item: int
+    Wide elements come first, so that all lie at multiples of their size.
+    """
+    found = [
+        (Part(kind, name, int(first), array.size, form.DTYPE_NAMES[array.dtype]), array)
+        for kind, runs in shards.items()
+        for name, first, array in runs
+        if array.size > 0
+    ]
+    found.sort(key=lambda entry: -entry[1].itemsize)
+    return [part for part, _ in found], [array for _, array in found]
+
+
+class Chunk(NamedTuple):
+    """Bytes [begin, begin + bytes) of a part, which one checksum covers; `offset` in the file."""
+
+    part: int
     number: int
-    data: memoryview
-    offset: int  # in the file
+    begin: int
+    bytes: int
+    offset: int
+
+    def of(self, arrays: Sequence[Array]) -> memoryview:
+        return arrays[self.part].view(np.uint8).data[self.begin : self.begin + self.bytes]
 
 
 class ShardWriter:
     """One rank's file, written in any order of its chunks. A context manager."""
 
-    def __init__(self, path: Path, arrays: list[tuple[str, str, int, Array]]) -> None:
-        self.path = path
-        header, self.items = form.plan_file(arrays)
-        self._bytes = len(header) + sum(item.array.nbytes for item in self.items)
-        self._crcs: list[list[int]] = []
-        for item in self.items:
-            self._crcs.append([0] * -(-item.array.nbytes // form.CHUNK_BYTES))
+    def __init__(self, path: Path, parts: Sequence[Part]) -> None:
+        self.path, self.parts = path, parts
+        header = form.encode_header(
+            {
+                Piece(part.kind, part.tensor, part.first, part.first + part.size, None).key: (
+                    part.dtype,
+                    (part.size,),
+                    part.bytes,
+                )
+                for part in parts
+            },
+            dcp_schema=str(form.SCHEMA),
+        )
+        self._start = len(header)
+        self._chunk_bytes = form.CHUNK_BYTES
+        self._crcs = [[0] * -(-part.bytes // self._chunk_bytes) for part in parts]
         self._file = path.open("xb", buffering=0)
         self._write(memoryview(header), 0)
 
@@ -166,20 +194,21 @@ class ShardWriter:
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, in the order of the file."""
-        for number, item in enumerate(self.items):
-            data = item.array.view(np.uint8).data
-            for count, at in enumerate(range(0, len(data), form.CHUNK_BYTES)):
-                part = data[at : at + form.CHUNK_BYTES]
-                yield Chunk(number, count, part, item.offset + at)
+        offset = self._start
+        for place, part in enumerate(self.parts):
+            for number, begin in enumerate(range(0, part.bytes, self._chunk_bytes)):
+                size = min(self._chunk_bytes, part.bytes - begin)
+                yield Chunk(place, number, begin, size, offset + begin)
+            offset += part.bytes
 
-    def write(self, chunk: Chunk) -> None:
+    def write(self, chunk: Chunk, data: memoryview) -> None:
         """A block at a time, so that it is still in the cache when it is written."""
         crc = 0
-        for at in range(0, len(chunk.data), _BLOCK_BYTES):
-            block = chunk.data[at : at + _BLOCK_BYTES]
+        for at in range(0, chunk.bytes, _BLOCK_BYTES):
+            block = data[at : at + _BLOCK_BYTES]
             crc = crc32(block, crc)
             self._write(block, chunk.offset + at)
-        self._crcs[chunk.item][chunk.number] = crc
+        self._crcs[chunk.part][chunk.number] = crc
 
     def _write(self, block: memoryview, offset: int) -> None:
         done = 0
@@ -190,10 +219,11 @@ class ShardWriter:
         """On the disk, with the checksums of what was written."""
         os.fsync(self.handle)
         pieces = [
-            Piece(item.kind, item.tensor, item.first, item.first + item.array.size, tuple(crcs))
-            for item, crcs in zip(self.items, self._crcs, strict=True)
+            Piece(part.kind, part.tensor, part.first, part.first + part.size, tuple(crcs))
+            for part, crcs in zip(self.parts, self._crcs, strict=True)
         ]
-        return ShardFile(self.path.name, self._bytes, pieces)
+        size = self._start + sum(part.bytes for part in self.parts)
+        return ShardFile(self.path.name, size, pieces)
 
 
 class Saving:
@@ -208,10 +238,10 @@ class Saving:
         folder: str | os.PathLike[str],
         *,
         step: int,
-        world: World,
-        shards: Shards,
-        shapes: Shapes,
-        kind_shapes: KindShapes | None,
+        rank: int,
+        size: int,
+        shapes: Mapping[str, Shape],
+        kinds: dict[str, Kind],
         state: Mapping[str, Any],
         config: Any,
         keep: int,
@@ -221,20 +251,13 @@ class Saving:
         self.folder = Path(folder)
         self.place = self.folder / folders.step_name(step)
         self.aside = self.folder / f".{self.place.name}.tmp"
-        self.step, self.rank, self.size, self.keep = step, world.rank, world.size, keep
-        self.shapes = plain_shapes(shapes)
+        self.step, self.rank, self.size, self.keep = step, rank, size, keep
+        self.shapes, self.kinds = dict(shapes), kinds
         self.config, self.state = plain(config, "config"), plain(state, "state")
-        self.kinds = held_kinds(shards, self.shapes, kind_shapes)
-        self._arrays = [
-            (kind, name, int(first), array)
-            for kind, runs in shards.items()
-            for name, first, array in runs
-            if array.size > 0
-        ]
         self._stack = ExitStack()
         self._agreed = {
             "step": step,
-            "number of ranks": world.size,
+            "number of ranks": size,
             "shapes": _digest({name: list(shape) for name, shape in self.shapes.items()}),
             "config": _digest(self.config),
         }
@@ -252,9 +275,9 @@ class Saving:
         folders.clear(self.folder)
         self.aside.mkdir()
 
-    def open(self) -> ShardWriter:
+    def open(self, parts: Sequence[Part]) -> ShardWriter:
         name = form.file_name(self.rank, self.size)
-        return self._stack.enter_context(ShardWriter(self.aside / name, self._arrays))
+        return ShardWriter(self.aside / name, parts)
 
     def note(self, rank: int) -> Path:
         return self.aside / f"rank-{rank}.json"

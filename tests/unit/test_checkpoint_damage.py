@@ -132,8 +132,9 @@ def test_files_of_another_checkpoint(good, tmp_path):
         load(path)
     path, file = damaged(good, tmp_path)
     stray = np.zeros(3, np.float32)
-    with ShardWriter(path / "rank-00007-of-00002.safetensors", [("m", "x", 0, stray)]) as writer:
-        writer.write(next(writer.chunks()))
+    parts = [checkpoint_format.Part("m", "x", 0, 3, "F32")]
+    with ShardWriter(path / "rank-00007-of-00002.safetensors", parts) as writer:
+        writer.write(next(writer.chunks()), stray.view(np.uint8).data)
     shutil.copy(path / "rank-00007-of-00002.safetensors", file)
     size = file.stat().st_size
     rewrite(path, lambda d: d["files"][0].update(bytes=size))
