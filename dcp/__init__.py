@@ -47,7 +47,7 @@ _HOME = {
     "Loader": "dcp.loader",
     "Trainer": "dcp.trainer",
 }
-_MODULES = {"buckets", "data", "ops", "optim", "simulate"}
+_MODULES = {"buckets", "data", "layout", "ops", "optim", "simulate"}
 
 __all__ = ["__version__", *sorted(_HOME), *sorted(_MODULES)]
 
