@@ -52,7 +52,7 @@ ITEM_BYTES = {
 Tensors = Mapping[str, Sequence[int]] | Iterable[tuple[Any, ...]]
 By = str | int | Callable[[str], str] | Sequence[tuple[str, Sequence[str]]]
 
-_LAYER = re.compile(r"(?:^|.*?\.)(?:layers|layer|h|blocks|block)\.\d+(?=\.)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.\d+(?=\.)")
 
 
 def is_layer(group: str) -> bool:
@@ -63,7 +63,7 @@ def is_layer(group: str) -> bool:
     >>> is_layer("model.layers.7"), is_layer("model.norm+lm_head")
     (True, False)
     """
-    return _LAYER.match(group.partition(":")[0] + ".") is not None
+    return _LAYER.search(group.partition(":")[0] + ".") is not None
 
 
 @dataclass(frozen=True)
@@ -266,12 +266,13 @@ def _by_layer(names: list[str]) -> list[tuple[str, str]]:
         outside.clear()
 
     for name in names:
-        layer = _LAYER.match(name)
+        layer = _LAYER.search(name)
         if layer is None:
             outside.append(name)
             continue
-        flush()
-        pairs.append((layer[0], name))
+        if outside:
+            flush()
+        pairs.append((name[: layer.end()], name))
     flush()
     return pairs
 
@@ -344,26 +345,13 @@ def plan_groups(
     (1, '5.0%')
     """
     groups = _groups_of(tensors, by, tied)
-    shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
-    all_blocks, all_tiles = blocks_of(shapes, block_rows), tiles_of(shapes, block_rows)
     planner = _Planner(whole_number("ranks", ranks, 1), order, unit_of(item_bytes, align_bytes))
-    equal: dict[tuple[Any, ...], list[TensorGroup]] = {}
-    for group in groups:
-        names = group.shapes
-        key = (
-            group.dtype,
-            tuple(names.values()),
-            tuple(all_blocks[name] for name in names),
-            tuple(all_tiles.get(name) for name in names),
-        )
-        equal.setdefault(key, []).append(group)
+    equal = _equal_groups(groups, block_rows)
     buffers: list[Buffer] = []
-    for done, same in enumerate(equal.values()):
+    for done, (same, blocks, tiles) in enumerate(equal):
         if on_progress is not None:
             on_progress(done, len(equal))
         first = same[0]
-        blocks = {name: all_blocks[name] for name in first.shapes}
-        tiles = {name: all_tiles[name] for name in first.shapes if name in all_tiles}
         start = time.perf_counter()
         layouts = planner.plan(first.shapes, blocks, tiles, split_above)
         seconds = time.perf_counter() - start
@@ -373,6 +361,36 @@ def plan_groups(
     if on_progress is not None:
         on_progress(len(equal), len(equal))
     return buffers
+
+
+Equal = tuple[list[TensorGroup], dict[str, int], dict[str, Tile]]  # blocks and tiles of the first
+
+
+def _equal_groups(
+    groups: list[TensorGroup], block_rows: BlockRule | Mapping[str, BlockRule]
+) -> list[Equal]:
+    """Groups of the same shapes, blocks and dtype, together; in model order."""
+    found: dict[tuple[Any, ...], list[TensorGroup]] = {}
+    if not isinstance(block_rows, Mapping):  # one rule: equal shapes have equal blocks
+        for group in groups:
+            found.setdefault((group.dtype, *group.shapes.values()), []).append(group)
+        firsts = [same[0].shapes for same in found.values()]
+        rules = [(blocks_of(s, block_rows), tiles_of(s, block_rows)) for s in firsts]
+        return [(same, *r) for same, r in zip(found.values(), rules, strict=True)]
+    shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
+    blocks, tiles = blocks_of(shapes, block_rows), tiles_of(shapes, block_rows)
+    for group in groups:
+        names = group.shapes
+        key = (group.dtype, *((names[n], blocks[n], tiles.get(n)) for n in names))
+        found.setdefault(key, []).append(group)
+    return [
+        (
+            same,
+            {name: blocks[name] for name in same[0].shapes},
+            {name: tiles[name] for name in same[0].shapes if name in tiles},
+        )
+        for same in found.values()
+    ]
 
 
 def _groups_of(
