@@ -53,7 +53,7 @@ _HOME = {
     "Loader": "dcp.loader",
     "Trainer": "dcp.trainer",
 }
-_MODULES = {"buckets", "data", "ops", "optim", "placement", "simulate"}
+_MODULES = {"buckets", "checkpoint", "data", "layout", "ops", "optim", "placement", "simulate"}
 
 __all__ = ["__version__", *sorted(_HOME), *sorted(_MODULES)]
 

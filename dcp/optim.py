@@ -6,6 +6,9 @@ name          updates                                             state of a par
 ``adamw``     every element by itself                             8
 ``adamw8bit`` the same, with block-wise 8-bit state               about 2.1; tensors of fewer than
                                                                   4,096 elements: 8
+``muon``      whole matrices, one rank each; AdamW the rest       4
+``shampoo``   blocks of matrices, on one rank each; AdamW the     24 (blocks of 128)
+              rest
 ============  ==================================================  ==================================
 
 Given identical gradients, weights and state are the same bits for any number of ranks.
@@ -18,8 +21,20 @@ from typing import ClassVar
 
 from dcp._dcp import ArgumentError
 from dcp.optim_base import KINDS, SCHEDULES, Group, Optimizer, Rule, check_number
+from dcp.optim_matrix import Muon, Shampoo
 
-__all__ = ["KINDS", "OPTIMIZERS", "SCHEDULES", "AdamW", "AdamW8bit", "Group", "Optimizer", "Rule"]
+__all__ = [
+    "KINDS",
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "AdamW",
+    "AdamW8bit",
+    "Group",
+    "Muon",
+    "Optimizer",
+    "Rule",
+    "Shampoo",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,4 +112,6 @@ class AdamW8bit(AdamW):
     name: ClassVar[str] = "adamw8bit"
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {cls.name: cls for cls in (AdamW, AdamW8bit)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.name: cls for cls in (AdamW, AdamW8bit, Muon, Shampoo)
+}

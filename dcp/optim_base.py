@@ -307,6 +307,11 @@ class Optimizer:
     def _rule(self, name: str, shape: tuple[int, ...], groups: Sequence[Group]) -> Rule:
         group = next((g for g in groups if fnmatch.fnmatchcase(name, g.match)), Group(match="*"))
         rule = self.rule_of(group.optimizer or self.kind_of(name, shape))
+        if rule.kind in ("muon", "shampoo") and len(shape) < 2:
+            raise ArgumentError(
+                f"optimizer.groups: {group.match!r} gives {rule.kind} to {name!r} of shape "
+                f"{shape}: it is for matrices; adamw is for the rest"
+            )
         decay = self.weight_decay if len(shape) >= 2 else 0.0
         return replace(
             rule,

@@ -166,7 +166,7 @@ typedef struct job {
     dcp_pool_t *pool;
     const dcp_gemm_args_t *args;
     const gemm_ops_t *ops;
-    source_t source;            /* what packing reads */
+    source_t source;                 /* what packing reads */
     int32_t packs_a;                 /* A is not read in place */
     int64_t panel;                   /* columns of a whole B panel */
     int64_t k_step;                  /* depth of a k block, elements */
@@ -388,8 +388,8 @@ dcp_cpu_gemm_pack(dcp_pool_t *pool, const dcp_gemm_pack_args_t *args)
                         args->packed);
     }
     source_t source = args->b_bf16 != NULL        ? SOURCE_BF16
-                           : args->compute == DCP_BF16 ? SOURCE_ROUND
-                                                       : SOURCE_FLOAT;
+                      : args->compute == DCP_BF16 ? SOURCE_ROUND
+                                                  : SOURCE_FLOAT;
     pack_job_t job = {args, ops_current(args->compute), source};
     return dcp_pool_run(pool, ceil_div(args->n, PACK_COLUMNS), pack_task, &job);
 }

@@ -47,9 +47,10 @@ typedef struct gemm_ops {
     int32_t factors; /* in a word */
     /* Here k counts elements. Panels of columns 0..n-1. b: row stride ldb, [k, n], or
      * [n, k] with trans_b. */
-    void (*pack_b)(source_t source, int64_t n, int64_t k, const void *b,
-                   int64_t ldb, int32_t trans_b, int64_t panel_stride, void *packed);
-    /* Strips of rows 0..m-1 from A stored [k, m] with row stride lda; not SOURCE_BF16. */
+    void (*pack_b)(source_t source, int64_t n, int64_t k, const void *b, int64_t ldb,
+                   int32_t trans_b, int64_t panel_stride, void *packed);
+    /* Strips of rows 0..m-1 from A stored [k, m] with row stride lda; not SOURCE_BF16.
+     */
     void (*pack_strips)(source_t source, int64_t m, int64_t k, const float *a,
                         int64_t lda, void *packed);
     /* Packed rows from A stored [m, k], rounded. */

@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { TEXT_BYTES = 384 };
+enum { SIDE_BYTES = 180, TEXT_BYTES = 2 * SIDE_BYTES + 64 };
 
 static uint64_t
 mix(uint64_t hash, const void *data, int64_t bytes)
@@ -54,16 +54,16 @@ hash_call(const redistribute_call_t *call)
 static void
 describe(const redistribute_call_t *call, char text[TEXT_BYTES])
 {
-    char from[TEXT_BYTES / 2] = "", to[TEXT_BYTES / 2];
+    char from[SIDE_BYTES] = "", to[SIDE_BYTES];
     if (call->source != NULL) {
         dcp_placement_text(call->shape, call->dim_count, call->mesh, call->source, from,
                            sizeof from);
     }
     dcp_placement_text(call->shape, call->dim_count, call->mesh, call->target, to,
                        sizeof to);
-    snprintf(text, TEXT_BYTES, "%s of %s%s %s to %s", call->what,
-             dcp_dtype_name(call->dtype), call->in_window ? " in a window" : "", from,
-             to);
+    snprintf(text, TEXT_BYTES, "%s of %s%s%s%s to %s", call->what,
+             dcp_dtype_name(call->dtype), call->in_window ? " in a window" : "",
+             call->source != NULL ? " " : "", from, to);
 }
 
 /* The first rank that differs from rank 0 shows its text to all. */

@@ -217,12 +217,12 @@ typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, word_t *to)
     static void strip_##rows##_float(int64_t k, const float *a, int64_t lda, \
                                      word_t *to)                             \
     {                                                                        \
-        strip_pack(rows, SOURCE_FLOAT, k, a, lda, to);                         \
+        strip_pack(rows, SOURCE_FLOAT, k, a, lda, to);                       \
     }                                                                        \
     static void strip_##rows##_round(int64_t k, const float *a, int64_t lda, \
                                      word_t *to)                             \
     {                                                                        \
-        strip_pack(rows, SOURCE_ROUND, k, a, lda, to);                         \
+        strip_pack(rows, SOURCE_ROUND, k, a, lda, to);                       \
     }
 
 EACH_ROWS(STRIP)
