@@ -60,6 +60,11 @@ class AdamW(Optimizer):
             raise ArgumentError(f"optimizer.betas = {self.betas} must be two numbers in [0, 1)")
         object.__setattr__(self, "betas", tuple(self.betas))
 
+    @classmethod
+    def lr_beside(cls, adamw_lr: float) -> float:
+        """Learning rate to start with, for a model that AdamW trains well at `adamw_lr`."""
+        return adamw_lr
+
     def rule_of(self, kind: str) -> Rule:
         """The numbers of this optimizer for tensors that `kind` updates, decay left out."""
         if kind in ("adamw", "adamw8bit"):

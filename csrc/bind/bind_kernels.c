@@ -172,6 +172,25 @@ static const field_t adamw_fields[] = {
     FIELD(adamw, bias1, FLOAT),      FIELD(adamw, bias2, FLOAT),
     FIELD(adamw, grad_scale, FLOAT), END,
 };
+static const field_t adamw8bit_fields[] = {
+    FIELD(adamw8bit, rows, INT64),
+    FIELD(adamw8bit, width, INT64),
+    ARRAY(adamw8bit, w, FLOAT32),
+    ARRAY(adamw8bit, m, UINT8),
+    ARRAY(adamw8bit, v, UINT8),
+    ARRAY(adamw8bit, m_scale, FLOAT32),
+    ARRAY(adamw8bit, v_scale, FLOAT32),
+    ARRAY(adamw8bit, g, FLOAT32),
+    FIELD(adamw8bit, lr, FLOAT),
+    FIELD(adamw8bit, beta1, FLOAT),
+    FIELD(adamw8bit, beta2, FLOAT),
+    FIELD(adamw8bit, eps, FLOAT),
+    FIELD(adamw8bit, decay, FLOAT),
+    FIELD(adamw8bit, bias1, FLOAT),
+    FIELD(adamw8bit, bias2, FLOAT),
+    FIELD(adamw8bit, grad_scale, FLOAT),
+    END,
+};
 static const field_t row_squares_fields[] = {
     FIELD(row_squares, rows, INT64),
     FIELD(row_squares, width, INT64),
@@ -196,6 +215,7 @@ static const field_t row_squares_fields[] = {
     X(add)                \
     X(zero)               \
     X(adamw)              \
+    X(adamw8bit)          \
     X(row_squares)
 
 #define X(op)                                                         \

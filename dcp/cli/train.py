@@ -49,7 +49,9 @@ class Job:
 @click.option("--seed", type=int, metavar="N", help="Of weights, order, dropout.  [default: 0]")
 @click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: dcp]")
 @click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
-@click.option("--optimizer", metavar="NAME", help="[default: adamw]")
+@click.option(
+    "--optimizer", metavar="NAME", help="adamw or adamw8bit; see dcp.optim.  [default: adamw]"
+)
 @click.option("--device", metavar="NAME", help="[default: cpu]")
 @click.option("--checkpoint", metavar="DIR", help="Folder of checkpoints and metrics.jsonl.")
 @click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints.")
@@ -254,7 +256,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     with contextlib.closing(model):
         trainer = dcp.Trainer(
             model,
-            settings.optimizer.build(),
+            settings.optimizer,
             loader,
             checkpoint=settings.checkpoint.folder,
             save_every=settings.checkpoint.save_every,
