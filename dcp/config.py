@@ -167,7 +167,7 @@ class Settings:
 
 def _optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
     """Its name and settings as plain data; groups without what they leave open."""
-    tree = {"name": optimizer.name}
+    tree: dict[str, Any] = {"name": optimizer.name}
     tree |= {f.name: _plain(getattr(optimizer, f.name), f) for f in dataclasses.fields(optimizer)}
     tree["groups"] = [
         {key: value for key, value in dataclasses.asdict(group).items() if value is not None}
