@@ -6,6 +6,9 @@ name          updates                                             state of a par
 ``adamw``     every element by itself                             8
 ``adamw8bit`` the same, with block-wise 8-bit state               about 2.1; tensors of fewer than
                                                                   4,096 elements: 8
+``muon``      whole matrices, one rank each; AdamW the rest       4
+``shampoo``   blocks of matrices, on one rank each; AdamW the     24 (blocks of 128)
+              rest
 ============  ==================================================  ==================================
 
 Given identical gradients, weights and state are the same bits for any number of ranks.
@@ -18,8 +21,20 @@ from typing import ClassVar
 
 from dcp._dcp import ArgumentError
 from dcp.optim_base import KINDS, SCHEDULES, Group, Optimizer, Rule, check_number
+from dcp.optim_matrix import Muon, Shampoo
 
-__all__ = ["KINDS", "OPTIMIZERS", "SCHEDULES", "AdamW", "AdamW8bit", "Group", "Optimizer", "Rule"]
+__all__ = [
+    "KINDS",
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "AdamW",
+    "AdamW8bit",
+    "Group",
+    "Muon",
+    "Optimizer",
+    "Rule",
+    "Shampoo",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +75,6 @@ class AdamW(Optimizer):
             raise ArgumentError(f"optimizer.betas = {self.betas} must be two numbers in [0, 1)")
         object.__setattr__(self, "betas", tuple(self.betas))
 
-    @classmethod
-    def lr_beside(cls, adamw_lr: float) -> float:
-        """Learning rate to start with, for a model that AdamW trains well at `adamw_lr`."""
-        return adamw_lr
-
     def rule_of(self, kind: str) -> Rule:
         """The numbers of this optimizer for tensors that `kind` updates, decay left out."""
         if kind in ("adamw", "adamw8bit"):
@@ -102,4 +112,6 @@ class AdamW8bit(AdamW):
     name: ClassVar[str] = "adamw8bit"
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {cls.name: cls for cls in (AdamW, AdamW8bit)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.name: cls for cls in (AdamW, AdamW8bit, Muon, Shampoo)
+}

@@ -229,13 +229,15 @@ class Optimizer:
     def lr_beside(cls, adamw_lr: float) -> float:
         """Learning rate to start with, for a model that AdamW trains well at `adamw_lr`.
 
+        The same: all optimizers here make steps about as large as AdamW's.
+
         Examples
         --------
         >>> import dcp
         >>> dcp.optim.AdamW8bit.lr_beside(1e-3)
         0.001
         """
-        return cls.lr
+        return adamw_lr
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of step number `step`, counted from 0.
@@ -319,6 +321,11 @@ class Optimizer:
     def _rule(self, name: str, shape: tuple[int, ...], groups: Sequence[Group]) -> Rule:
         group = next((g for g in groups if fnmatch.fnmatchcase(name, g.match)), Group(match="*"))
         rule = self.rule_of(group.optimizer or self.kind_of(name, shape))
+        if rule.kind in ("muon", "shampoo") and len(shape) < 2:
+            raise ArgumentError(
+                f"optimizer.groups: {group.match!r} gives {rule.kind} to {name!r} of shape "
+                f"{shape}: it is for matrices; adamw is for the rest"
+            )
         decay = self.weight_decay if len(shape) >= 2 else 0.0
         return replace(
             rule,

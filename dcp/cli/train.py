@@ -182,6 +182,7 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
             "the total, counted from step 0"
         )
     here = dataclasses.asdict(settings.transformer())
+    del here["compute_dtype"]  # a choice of the run
     there = shown["config"]
     for key, value in here.items():
         if key in there and there[key] != value:
@@ -299,14 +300,18 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
         if plan.cost is None:
             threads = thread_count(settings.ranks)
             return dcp.CostModel.for_model(
-                config, reduce=reduce, windows=plan.windows, threads=threads
+                config,
+                reduce=reduce,
+                windows=plan.windows,
+                threads=threads,
+                optimizer=settings.optimizer,
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
         return dataclasses.replace(
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
-            **host_fixed_fields(config, reduce, plan.windows),
+            **host_fixed_fields(config, reduce, plan.windows, settings.optimizer),
         )
 
     reduce = plan.reduce
