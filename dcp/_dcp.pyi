@@ -38,8 +38,14 @@ def gemm(
     add: NDArray[np.float32] | None = None,
     bias: NDArray[np.float32] | None = None,
     packed: NDArray[np.float32] | None = None,
+    compute: str = "float32",
 ) -> None: ...
-def gemm_pack(b: NDArray[np.float32], *, trans_b: bool = False) -> NDArray[np.float32]: ...
+def gemm_pack(
+    b: NDArray[np.float32] | NDArray[np.uint16],
+    *,
+    trans_b: bool = False,
+    compute: str = "float32",
+) -> NDArray[np.float32]: ...
 def attention(
     q: NDArray[np.float32],
     k: NDArray[np.float32],
@@ -48,6 +54,7 @@ def attention(
     key_offsets: Any,
     causal: bool,
     scale: float,
+    compute: str,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 def attention_backward(
     dout: NDArray[np.float32],
@@ -60,6 +67,7 @@ def attention_backward(
     key_offsets: Any,
     causal: bool,
     scale: float,
+    compute: str,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...
 
 class Window:
@@ -192,7 +200,6 @@ def layout_plan(
     sizes: Any, blocks: Any, ranks: int, unit: int, order: int
 ) -> tuple[NDArray[np.int64], int]: ...
 def exact_sum(values: NDArray[np.float64]) -> float: ...
-
 def optimizer_bytes(
     config: Mapping[str, Any],
     rules: Sequence[tuple[Any, ...]],

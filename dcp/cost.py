@@ -24,6 +24,7 @@ from dcp._dcp import ArgumentError, FileError
 if TYPE_CHECKING:
     from dcp.analytic import Device
     from dcp.models import Transformer1D
+    from dcp.optim_base import Optimizer
 
 __all__ = ["CostModel"]
 
@@ -302,6 +303,7 @@ class CostModel:
         threads: int | None = None,
         reduce: str = "step",
         windows: bool = True,
+        optimizer: Optimizer | None = None,
     ) -> CostModel:
         """Reckon the cost of training a model with dcp's own runtime on the CPU.
 
@@ -311,7 +313,7 @@ class CostModel:
         Parameters
         ----------
         config : dcp.Transformer1D
-            The model.
+            The model; its `compute_dtype` decides rates and bytes.
         device : str or dcp.analytic.Device
             Constants of one rank; the default is one core.
         flops_per_s : float, optional
@@ -331,6 +333,9 @@ class CostModel:
         windows : bool
             Whether ranks read weights in place; else each holds one whole group of them. The
             bytes of packed weights are those with windows, more than without.
+
+        optimizer : dcp.optim.Optimizer, optional
+            Whose state the ranks hold; default: AdamW's two fp32 moments.
 
         Returns
         -------
@@ -356,7 +361,8 @@ class CostModel:
             rates = dict.fromkeys(analytic.FLOP_RATES, float(flops_per_s))
         if bytes_per_s is not None:
             rates["bytes_per_s"] = float(bytes_per_s)
-        chosen, shape = analytic.device_named(device, **rates), analytic.Shape.of(config)
+        chosen, shape = analytic.device_named(device), analytic.Shape.of(config)
+        chosen = analytic.device_named(chosen.computing(config.compute_dtype), **rates)
         thread_count = _env.thread_count(1) if threads is None else threads
 
         def held(tokens: int, recompute: tuple[int, int]) -> int:
@@ -366,7 +372,7 @@ class CostModel:
         return cls(
             **analytic.time_fields(shape, chosen),
             **analytic.group_fields(shape, chosen),
-            **analytic.host_fixed_fields(config, reduce, windows),
+            **analytic.host_fixed_fields(config, reduce, windows, optimizer),
             **fitting.fit_memory(
                 activation_bytes or held,
                 shape.layers,
@@ -446,7 +452,8 @@ class CostModel:
         if self.model and self.model != shape.fingerprint:
             raise ArgumentError(
                 f"cost model {self.name!r} is of model {self.model}, not of {shape.fingerprint} "
-                f"({shape.layers} layers of {shape.hidden}, {shape.parameter_count} parameters)"
+                f"({shape.layers} layers of {shape.hidden}, {shape.parameter_count} parameters, "
+                f"computing in {shape.compute_dtype})"
             )
 
     def time(

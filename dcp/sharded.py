@@ -19,12 +19,13 @@ A group is a layer, the embedding, or final norm and head. Tied embeddings add t
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from dcp.checkpoint import Run
 if TYPE_CHECKING:
     from dcp.models import Model, Transformer1D
     from dcp.optim_base import Optimizer
+    from dcp.sharded_tensors import ShardedTensors
     from dcp.world import World
 
 __all__ = ["ShardedModel", "StepResult", "fully_shard"]
@@ -468,6 +470,7 @@ class ShardedModel:
         return f"<dcp.ShardedModel of {count:,} parameters over {self.world.size} ranks>"
 
 
+@overload
 def fully_shard(
     model: Model | Transformer1D,
     world: World,
@@ -478,7 +481,29 @@ def fully_shard(
     windows: bool = True,
     reduce: Literal["step", "layer"] = "step",
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
-) -> ShardedModel:
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
+) -> ShardedModel: ...
+
+
+@overload
+def fully_shard(
+    model: Mapping[str, Any] | Sequence[tuple[str, Any]], world: World, **options: Any
+) -> ShardedTensors: ...
+
+
+def fully_shard(
+    model: Model | Transformer1D | Mapping[str, Any] | Sequence[tuple[str, Any]],
+    world: World,
+    *,
+    block_rows: Any = 1,
+    seed: int = 0,
+    frozen: Sequence[str] = (),
+    windows: bool = True,
+    reduce: Literal["step", "layer"] = "step",
+    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
+    **options: Any,
+) -> ShardedModel | ShardedTensors:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
 
     Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437). With
@@ -487,9 +512,10 @@ def fully_shard(
 
     Parameters
     ----------
-    model : dcp.Model or dcp.Transformer1D
+    model : dcp.Model, dcp.Transformer1D, or a mapping or list of (name, tensor)
         A model whose weights are taken over (the same on every rank), or a configuration whose
-        weights are initialised from `seed`, each rank its own shard.
+        weights are initialised from `seed`, each rank its own shard. Tensors of any other model
+        make a `dcp.sharded_tensors.ShardedTensors`, which see for its further settings.
     world : dcp.World
         The ranks.
     block_rows : int
@@ -509,10 +535,13 @@ def fully_shard(
         How the ranks of a group share attention: by heads, evenly or not ("ulysses", arXiv
         2309.14509), by rows in zigzag order ("ring", arXiv 2310.01889), or by heads as far as the
         group's size and the number of heads have a common divisor, and the rest by rows.
+    compute_dtype : {"float32", "bfloat16"}, optional
+        What products multiply, instead of what the configuration says: see `dcp.Transformer1D`.
+        With "bfloat16" and without windows, groups are gathered in bfloat16: half the bytes.
 
     Returns
     -------
-    ShardedModel
+    ShardedModel or ShardedTensors
 
     Raises
     ------
@@ -527,7 +556,26 @@ def fully_shard(
     ...         len(model.shapes) == len(model.parameters())
     True
     """
+    if isinstance(model, Mapping | list | tuple):
+        from dcp.sharded_tensors import ShardedTensors
+
+        return ShardedTensors(
+            model,
+            world,
+            block_rows=block_rows,
+            frozen=frozen,
+            windows=windows,
+            reduce=reduce,
+            compute_dtype=compute_dtype or "float32",
+            **options,
+        )
+    if options:
+        raise TypeError(
+            f"fully_shard: {sorted(options)[0]!r} is a setting of tensors, not of models"
+        )
     config: Any = getattr(model, "config", model)
+    if compute_dtype is not None:
+        config = dataclasses.replace(config, compute_dtype=compute_dtype)
     source = model.parameters() if hasattr(model, "parameters") else None
     sharded = ShardedModel(
         config,

@@ -98,6 +98,10 @@ typedef struct optimizer_ops {
     rowwise_func_t row_squares;
 } optimizer_ops_t;
 
+typedef struct adamw8bit_ops {
+    rowwise_func_t adamw8bit; /* rows: blocks */
+} adamw8bit_ops_t;
+
 #define ROWWISE_TABLE_MAP(X) \
     X(norm_ops)              \
     X(rope_ops)              \
@@ -105,15 +109,16 @@ typedef struct optimizer_ops {
     X(loss_ops)              \
     X(dropout_ops)           \
     X(elementwise_ops)       \
-    X(optimizer_ops)
+    X(optimizer_ops)         \
+    X(adamw8bit_ops)
 #define X(name) extern const name##_t name##_portable, name##_avx2, name##_avx512;
 ROWWISE_TABLE_MAP(X)
 #undef X
 
 #if defined(__x86_64__)
 #define ROWWISE_OPS(name)                                 \
-    (dcp_isa_current() == DCP_ISA_AVX512 ? &name##_avx512 \
-     : dcp_isa_current() == DCP_ISA_AVX2 ? &name##_avx2   \
+    (dcp_isa_vectors() == DCP_ISA_AVX512 ? &name##_avx512 \
+     : dcp_isa_vectors() == DCP_ISA_AVX2 ? &name##_avx2   \
                                          : &name##_portable)
 #else
 #define ROWWISE_OPS(name) (&name##_portable)

@@ -48,6 +48,7 @@ hash_model(const dcp_transformer1d_config_t *config)
         config->tie_word_embeddings != 0,
         config->attention_bias != 0,
         config->mlp_bias != 0,
+        (int64_t)config->compute_dtype,
     };
     const double reals[] = {
         config->rope_theta,

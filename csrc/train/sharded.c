@@ -46,11 +46,11 @@ train_plan_layout(const dcp_model_tensor_t *tensors, int64_t tensor_count,
     for (int64_t i = 0; i < tensor_count; i++) {
         const dcp_model_tensor_t *tensor = &tensors[i];
         /* what may get 8-bit state is cut at its blocks, in every world */
-        int32_t blocks =
-            tensor->dim_count == 1 && tensor->shape[0] >= DCP_OPTIMIZER_8BIT_LEAST;
+        int64_t width = tensor->dim_count == 2 ? tensor->shape[1] : 1;
+        int32_t blocks = width == 1 && tensor->shape[0] >= DCP_OPTIMIZER_8BIT_LEAST;
         shapes[i] = (dcp_dbuffer_tensor_t){
             .row_count = tensor->shape[0],
-            .row_width = tensor->dim_count == 2 ? tensor->shape[1] : 1,
+            .row_width = width,
             .group = tensor->group,
             .block_count = blocks ? DCP_OPTIMIZER_8BIT_BLOCK : 0,
         };
@@ -82,15 +82,17 @@ create_buffers(dcp_sharded_t *sharded)
 }
 
 /* Where a pass finds a whole tensor's weights, and where it adds to its gradient. */
-static float *
+static void *
 tensor_weights(const dcp_sharded_t *sharded, int64_t tensor)
 {
     int32_t group = sharded->tensors[tensor].group;
     int64_t start = dcp_dbuffer_layout_start(sharded->layout, tensor)
                     - dcp_dbuffer_layout_group(sharded->layout, group).start;
-    return sharded->no_windows
-               ? train_group_weights(sharded, group) + start
-               : dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], tensor);
+    if (sharded->no_windows) {
+        int64_t item = dcp_dtype_bytes(sharded->config.compute_dtype);
+        return (char *)train_group_weights(sharded, group) + start * item;
+    }
+    return dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], tensor);
 }
 
 static float *
@@ -112,15 +114,23 @@ bind_model(dcp_sharded_t *sharded)
 {
     void *memory;
     int64_t count = sharded->tensor_count;
-    DCP_TRY(dcp_alloc_array(2 * count, (int64_t)sizeof(float *), "tensor pointers",
-                            &memory));
+    bool narrow = sharded->no_windows && sharded->config.compute_dtype == DCP_BF16;
+    DCP_TRY(dcp_alloc_zeroed(3 * count * (int64_t)sizeof(void *), "tensor pointers",
+                             &memory));
     float **weights = memory, **gradients = weights + count;
+    const uint16_t **compute_copies = (const uint16_t **)(gradients + count);
     for (int64_t i = 0; i < count; i++) {
-        weights[i] = tensor_weights(sharded, i);
+        if (narrow) {
+            compute_copies[i] = tensor_weights(sharded, i);
+        } else {
+            weights[i] = tensor_weights(sharded, i);
+        }
         gradients[i] = sharded->forward_only ? NULL : tensor_gradient(sharded, i);
     }
-    dcp_status_t status = dcp_model_bind(sharded->model, weights,
-                                         sharded->forward_only ? NULL : gradients);
+    float **trained = sharded->forward_only ? NULL : gradients;
+    dcp_status_t status =
+        narrow ? dcp_model_bind_bf16(sharded->model, compute_copies, trained)
+               : dcp_model_bind(sharded->model, weights, trained);
     dcp_free(memory);
     return status;
 }

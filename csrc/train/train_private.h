@@ -43,9 +43,10 @@ struct dcp_sharded {
     int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
 
     /* gather.c: where whole weights lie; NULL with windows */
-    float *gathered;            /* owned: of `gathered_group`, or of none where -1 */
+    void *gathered;             /* owned: of `gathered_group`, or of none where -1; in
+                                   the config's compute_dtype */
     int32_t gathered_group;     /* or -1 */
-    float *embedding;           /* owned: of group 0; NULL: it shares the other place */
+    void *embedding;            /* owned: of group 0; NULL: it shares the other place */
     int32_t embedding_gathered; /* its weights lie there */
 
     /* reduce_layer.c: where whole gradients of a group lie */
@@ -83,7 +84,7 @@ dcp_status_t train_check_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *a
 dcp_status_t train_pad_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                               dcp_step_args_t *padded_p, void **memory_p);
 void train_set_hooks(dcp_sharded_t *sharded);
-/* Bytes that a rank receives of others when a group is gathered or summed. */
+/* Bytes that a rank receives of others when a group is summed. */
 int64_t train_received_bytes(const dcp_sharded_t *sharded, int32_t group);
 
 /* Elements of a whole group; of the largest but a tied embedding. */
@@ -94,8 +95,8 @@ dcp_status_t train_gather_create(dcp_sharded_t *sharded);
 void train_gather_destroy(dcp_sharded_t *sharded);
 /* The weights change: what was gathered is stale. */
 void train_gather_forget(dcp_sharded_t *sharded);
-/* Where the whole group lies while a pass is in it. */
-float *train_group_weights(const dcp_sharded_t *sharded, int32_t group);
+/* Where the whole group lies while a pass is in it, in the config's compute_dtype. */
+void *train_group_weights(const dcp_sharded_t *sharded, int32_t group);
 dcp_status_t train_gather_enter(dcp_sharded_t *sharded, dcp_queue_t *queue,
                                 int32_t group, int32_t backward);
 
