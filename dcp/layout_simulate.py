@@ -188,6 +188,7 @@ def footprints(
     compute_bytes: int = 2,
     reduce_bytes: int = 4,
     micro_batches: int = 1,
+    tied: bool = False,
 ) -> list[Footprint]:
     """Memory and traffic of one rank under every system of `SYSTEMS`.
 
@@ -208,6 +209,8 @@ def footprints(
         Of a gradient that the other systems sum; dcp sums fp32.
     micro_batches : int
         Of a rank in a step; every one gathers and reduces.
+    tied : bool
+        The first group, the embedding, is also the head's weight.
 
     Returns
     -------
@@ -243,7 +246,7 @@ def footprints(
         sum(state_of(name, shape) for g in groups for name, shape in g.shapes.items()),
     )
     peers = [_peer(groups, world, system) for system in ("fsdp2", "megatron")]
-    return [_dcp(groups, held, world), *peers, _zero3(groups, world)]
+    return [_dcp(groups, held, world, tied), *peers, _zero3(groups, world)]
 
 
 def dcp_traffic(
@@ -272,10 +275,30 @@ def dcp_traffic(
     (160, 96)
     """
     ahead, layers, last = padded[0], sum(padded[1:-1]), padded[-1] if len(padded) > 1 else 0
-    gathers = micro_batches * (2 * layers + last) + (1 if tied else micro_batches) * ahead
+    gathers = micro_batches * (2 * layers + last + ahead)
+    if tied:  # it has a place of its own, so the first layer stays for the next micro-batch
+        gathers -= (micro_batches - 1) * (ahead + (padded[1] if len(padded) > 2 else 0))
     reductions = sum(padded) * (micro_batches if reduce == "layer" else 1)
     share = [n // ranks * (ranks - 1) for n in (gathers, reductions)]
     return share[0] * compute_bytes, share[1] * _MAIN
+
+
+def has_tied_head(groups: Sequence[TensorGroup]) -> bool:
+    """Whether a model with an embedding has no weight of its own for the head.
+
+    Examples
+    --------
+    >>> from dcp.layout import group_tensors
+    >>> from dcp.layout_models import model_tensors
+    >>> [has_tied_head(group_tensors(model_tensors(n))) for n in ("gpt2-large", "llama-3-8b")]
+    [True, False]
+    """
+    names = [name for group in groups for name in group.shapes]
+    heads = ("lm_head", "embed_out", "output.weight")
+    embeddings = ("embed", "wte")
+    return any(e in name for name in names for e in embeddings) and not any(
+        h in name for name in names for h in heads
+    )
 
 
 def _held(groups: Sequence[TensorGroup], buffers: Sequence[Buffer]) -> list[int]:
@@ -296,16 +319,18 @@ def _held(groups: Sequence[TensorGroup], buffers: Sequence[Buffer]) -> list[int]
     return list(padded.values())
 
 
-def _dcp(groups: Sequence[TensorGroup], held: list[int], world: _World) -> Footprint:
-    used, largest = sum(group.elements for group in groups), max(held, default=0)
-    memory = world.memory(
-        used, sum(held), _MAIN, _MAIN, world.compute * largest, _MAIN * largest, 0
-    )
+def _dcp(groups: Sequence[TensorGroup], held: list[int], world: _World, tied: bool) -> Footprint:
+    """One place serves all groups, one after the other; a tied embedding has its own."""
+    used = sum(group.elements for group in groups)
+    places = max(held[1:], default=0) + held[0] if tied else max(held, default=0)
+    compute, gradients = world.compute * places, _MAIN * places
+    memory = world.memory(used, sum(held), _MAIN, _MAIN, compute, gradients, 0)
     gathered, reduced = dcp_traffic(
         held or [0],
         ranks=world.ranks,
         compute_bytes=world.compute,
         micro_batches=world.micro_batches,
+        tied=tied,
     )
     return Footprint("dcp", memory, gathered, reduced)
 

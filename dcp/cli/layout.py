@@ -392,12 +392,15 @@ def _show_footprints(console: Any, entries: list[dict[str, Any]]) -> None:
 
 def _footprints(plans: list[_Plan], optimizer: str) -> list[dict[str, Any]]:
     """Every system once a number of ranks, dcp also once a number of rows."""
-    from dcp.layout_simulate import footprints
+    from dcp.layout_simulate import footprints, has_tied_head
 
+    tied = has_tied_head(plans[0].groups)
     found: list[dict[str, Any]] = []
     peers: set[tuple[str, int]] = set()
     for plan in plans:
-        for one in footprints(plan.groups, plan.buffers, ranks=plan.ranks, optimizer=optimizer):
+        for one in footprints(
+            plan.groups, plan.buffers, ranks=plan.ranks, optimizer=optimizer, tied=tied
+        ):
             ours = one.system == "dcp"
             if not ours and (one.system, plan.ranks) in peers:
                 continue
