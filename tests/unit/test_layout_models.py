@@ -1,4 +1,4 @@
-"""`dcp layout` and what it reads: models by name, tensor lists from files, simulation, the command."""
+"""`dcp layout`: models by name, tensor lists from files, simulation, the command."""
 
 from __future__ import annotations
 
@@ -67,9 +67,8 @@ def test_every_model_has_groups() -> None:
         layers = [g for g in groups if ".layers." in g.name or ".h." in g.name]
         assert len(layers) >= 4 and len(groups) == len(layers) + 2
         assert has_tied_head(groups) == ("lm_head.weight" not in groups[-1].shapes)
-    assert "did you mean 'deepseek-v3'" in str(
-        pytest.raises(dcp.Error, model_tensors, "deepseekv3")
-    )
+    with pytest.raises(dcp.ArgumentError, match="did you mean 'deepseek-v3'"):
+        model_tensors("deepseekv3")
 
 
 def test_layers_that_the_figures_are_about() -> None:
@@ -105,7 +104,7 @@ def test_peers_as_published() -> None:
     """FSDP2 doubles GPT-OSS at 256 ranks, Megatron pads a third at 64 to 256, from shapes alone."""
     shapes = list(group_tensors(model_tensors("gpt-oss-120b"))[1].shapes.values())
     even = {m: padding_of(fsdp2_elements(shapes, m), shapes) for m in (64, 128, 256, 512)}
-    assert even[64] == even[128] < 0.001 and round(even[256], 3) == 0.992
+    assert even[64] <= even[128] < 0.001 and round(even[256], 3) == 0.992
     assert round(even[512], 2) == 2.98
     lcm = {m: padding_of(megatron_elements(shapes, m), shapes) for m in (64, 128, 256, 512)}
     assert {round(lcm[m], 3) for m in (64, 128, 256)} == {0.322} and round(lcm[512], 2) == 1.64
@@ -226,7 +225,7 @@ def test_headers_that_lie(tmp_path: Path, changes: dict[str, Any]) -> None:
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_bytes_are_a_list_or_an_error(tmp_path: Path, data: st.DataObject) -> None:
-    """Flipped, cut and inserted bytes: what comes out is what the file can hold, or dcp.FileError."""
+    """Flipped, cut, inserted bytes: what comes out is what the file can hold, or dcp.FileError."""
     valid = header_of() + bytes(24)
     content = bytearray(valid)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -251,20 +250,25 @@ def test_any_bytes_are_a_list_or_an_error(tmp_path: Path, data: st.DataObject) -
 # Simulation
 
 
-def a_step(world: Any, config: Any, reduce: str, micro_batches: int) -> tuple[int, int]:
+SETTINGS = (("layer", 1), ("layer", 3), ("step", 2))  # reduce, micro-batches
+
+
+def steps(world: Any, config: Any) -> list[tuple[int, int]]:
     tokens = [np.arange(9, dtype=np.int32)]
     case = Case(config, tokens, tokens, None, 0)
-    model = dcp.fully_shard(config, world, block_rows=3, windows=False, reduce=reduce)
-    with model:
-        result = model.step(
-            [case.micro_batch([0])] * micro_batches,
-            scale=1.0,
-            trainable=9,
-            lr=0.1,
-            step=0,
-            optimizer=dcp.optim.AdamW(lr=0.1),
-        )
-    return result.gathered_bytes, result.reduced_bytes
+    counted = []
+    for reduce, micro_batches in SETTINGS:
+        with dcp.fully_shard(config, world, block_rows=3, windows=False, reduce=reduce) as model:
+            result = model.step(
+                [case.micro_batch([0])] * micro_batches,
+                scale=1.0,
+                trainable=9,
+                lr=0.1,
+                step=0,
+                optimizer=dcp.optim.AdamW(lr=0.1),
+            )
+        counted.append((result.gathered_bytes, result.reduced_bytes))
+    return counted
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -284,10 +288,11 @@ def test_traffic_is_what_real_steps_count(tied: bool) -> None:
     buffers = plan_groups(groups, ranks=ranks, block_rows=3, split_above=math.inf)
     padded = {name: b.layout.shard_elements * ranks for b in buffers for name in b.groups}
     in_order = [padded[group.name] for group in groups]
-    for reduce, count in (("layer", 1), ("layer", 3), ("step", 2)):
-        wanted = dcp_traffic(in_order, ranks=ranks, micro_batches=count, tied=tied, reduce=reduce)
-        for counted in dcp.launch(a_step, ranks, (config, reduce, count)):
-            assert counted == wanted
+    wanted = [
+        dcp_traffic(in_order, ranks=ranks, micro_batches=count, tied=tied, reduce=reduce)
+        for reduce, count in SETTINGS
+    ]
+    assert dcp.launch(steps, ranks, (config,)) == [wanted] * ranks
     ours = footprints(groups, buffers, ranks=ranks, compute_bytes=4, micro_batches=3, tied=tied)[0]
     assert (ours.gathered, ours.reduced) == dcp_traffic(
         in_order, ranks=ranks, micro_batches=3, tied=tied
