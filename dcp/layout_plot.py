@@ -345,6 +345,7 @@ def draw_curves(
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_ylim(0.7 * least, 8 * max(ax.get_ylim()[1], 1.0))
     ax.set_xlabel("ranks")
+    ax.set_ylabel("padding")
     ax.set_title("padding of the whole model", loc="left", fontsize=10)
     ax.grid(color="0.92", zorder=0)
     ax.spines[["top", "right"]].set_visible(False)
