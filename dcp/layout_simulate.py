@@ -51,7 +51,9 @@ SYSTEMS = ("dcp", "fsdp2", "megatron", "zero3")
 
 _MAIN = 4  # bytes of a main weight and of a summed gradient
 _LIVE, _PREFETCH, _BUCKET, _PERSISTENT = 10**9, 5 * 10**7, 5 * 10**8, 10**5  # ZeRO-3, elements
-_NO_MATRIX = ("*embed*", "*lm_head*", "*wte*", "*wpe*")  # AdamW's even where Muon does matrices
+# matrices that are AdamW's even where Muon or Shampoo does matrices
+_TOKENS = ("*embed*", "*lm_head*", "*wte*", "*wpe*", "output.weight")
+_SHAMPOO_BLOCK = 128
 
 
 def _adamw(name: str, shape: tuple[int, ...]) -> float:
@@ -64,16 +66,31 @@ def _adamw8bit(name: str, shape: tuple[int, ...]) -> float:
     return 8.0 * size if size < 4096 else 2.0 * size + 8.0 * -(-size // 256)
 
 
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and not any(fnmatch.fnmatchcase(name, p) for p in _TOKENS)
+
+
 def _muon(name: str, shape: tuple[int, ...]) -> float:
     """Momentum of matrices, AdamW's two of the rest."""
-    other = len(shape) < 2 or any(fnmatch.fnmatchcase(name, p) for p in _NO_MATRIX)
-    return (8.0 if other else 4.0) * math.prod(shape)
+    return (4.0 if _is_matrix(name, shape) else 8.0) * math.prod(shape)
+
+
+def _shampoo(name: str, shape: tuple[int, ...]) -> float:
+    """AdamW's two; of matrices two statistics and their roots a block, left and right."""
+    size = math.prod(shape)
+    if not _is_matrix(name, shape) or size == 0:
+        return 8.0 * size
+    down, across = (-(-n // _SHAMPOO_BLOCK) for n in shape[-2:])
+    left, right = -(-shape[-2] // down), -(-shape[-1] // across)
+    blocks = math.prod(shape[:-2]) * down * across
+    return 8.0 * size + 8.0 * blocks * (left * left + right * right)
 
 
 _OPTIMIZERS: dict[str, Callable[[str, tuple[int, ...]], float]] = {
     "adamw": _adamw,
     "adamw8bit": _adamw8bit,
     "muon": _muon,
+    "shampoo": _shampoo,
     "sgd": lambda name, shape: 4.0 * math.prod(shape),  # momentum
 }
 
