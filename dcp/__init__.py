@@ -45,6 +45,7 @@ _HOME = {
     "redistribute": "dcp.placement",
     "fully_shard": "dcp.sharded",
     "ShardedModel": "dcp.sharded",
+    "ShardedTensors": "dcp.sharded_tensors",
     "CostModel": "dcp.cost",
     "profile": "dcp.profiling",
     "Plan": "dcp.planning",
@@ -52,7 +53,7 @@ _HOME = {
     "Loader": "dcp.loader",
     "Trainer": "dcp.trainer",
 }
-_MODULES = {"buckets", "data", "ops", "optim", "placement", "simulate"}
+_MODULES = {"buckets", "checkpoint", "data", "layout", "ops", "optim", "placement", "simulate"}
 
 __all__ = ["__version__", *sorted(_HOME), *sorted(_MODULES)]
 

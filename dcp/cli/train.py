@@ -180,6 +180,7 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
             "the total, counted from step 0"
         )
     here = dataclasses.asdict(settings.transformer())
+    del here["compute_dtype"]  # a choice of the run
     there = shown["config"]
     for key, value in here.items():
         if key in there and there[key] != value:
