@@ -34,15 +34,15 @@ WARNINGS = [
 ]
 
 
-def isa_sets() -> list[tuple[str, list[str]]]:
-    """Instruction sets of csrc/isa.txt for this machine: (name, compiler flags)."""
+def isa_sets() -> list[tuple[str, list[str], list[str]]]:
+    """Instruction sets of csrc/isa.txt for this machine: (name, file patterns, compiler flags)."""
     sets = []
     for line in (CSRC / "isa.txt").read_text().splitlines():
         if not line.strip() or line.startswith("#"):
             continue
-        machine, name, *flags = line.split()
+        machine, name, files, *flags = line.split()
         if re.fullmatch(machine, platform.machine()):
-            sets.append((name, flags))
+            sets.append((name, files.split(","), flags))
     return sets
 
 
@@ -97,10 +97,10 @@ class BuildCore(build_ext):
         for source in sorted(CSRC.rglob("*.c")):
             name = source.relative_to(CSRC).as_posix().replace("/", "__")
             if source.parent.name == "isa":
-                for isa, isa_flags in isa_sets():
-                    jobs.append(
-                        ([*flags, *isa_flags, f"-DDCP_ISA={isa}"], source, out / f"{name}.{isa}.o")
-                    )
+                for isa, patterns, isa_flags in isa_sets():
+                    if any(source.match(pattern) for pattern in patterns):
+                        own = [*flags, *isa_flags, f"-DDCP_ISA={isa}"]
+                        jobs.append((own, source, out / f"{name}.{isa}.o"))
             else:
                 extra = python if source.parent.name == "bind" else []
                 jobs.append(([*flags, *extra], source, out / f"{name}.o"))

@@ -3,9 +3,12 @@
     pytest benchmarks/bench_train.py        # the peer needs torch: pip install '.[bench]'
 
 Both sides start from the same weights and read the same documents, step by step; the loss of the
-first step must agree before a figure counts. Rounds alternate, the best of each side is compared.
-Recorded in extra_info: tokens/s of both, their ratio, useful flops against the FMA peak of the
-ranks' cores measured in the same run, peak memory of both (all processes, shared pages once).
+first step must agree before a figure counts. Each trains in fp32 and with bf16 factors: ours with
+`model.compute_dtype=bfloat16`, whose losses must stay within 1e-3 of ours in fp32 in every step,
+FSDP2 in its mixed precision. Rounds alternate, the best of each side is compared. Recorded in
+extra_info, those of bf16 with the prefix bf16_: tokens/s of both, their ratio, useful flops against
+the fp32 FMA peak of the ranks' cores measured in the same run, peak memory of both (all processes,
+shared pages once).
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ SHAPES = {
         "intermediate_size": 1408,
     },
 }
+DTYPES = ("float32", "bfloat16")
 STEPS = {"3M": 4, "20M": 2}
 ROUNDS = {"3M": 2, "20M": 1}
 
@@ -87,11 +91,13 @@ def write_for_peer(folder: Path, config: dcp.Transformer1D, steps: int) -> None:
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
-def run_peer(folder: Path, mode: str) -> tuple[dict, int]:
+def run_peer(folder: Path, mode: str, dtype: str) -> tuple[dict, int]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     for attempt in range(3):  # torchrun sometimes fails after the run
         try:
-            weighed = process_tree.run([*command, str(PEER), str(folder), "--mode", mode])
+            weighed = process_tree.run(
+                [*command, str(PEER), str(folder), "--mode", mode, "--dtype", dtype]
+            )
             break
         except RuntimeError:
             if attempt == 2:
@@ -131,46 +137,65 @@ def speed(seconds: list[float], tokens: list[int]) -> float:
     return sum(tokens[WARM_UP:]) / sum(seconds[WARM_UP:])
 
 
+Run = tuple[dict, int]  # its JSON, its peak memory
+
+
+def check_losses(ours: dict[str, list[Run]], theirs: dict[tuple[str, str], list[Run]]) -> None:
+    """The same model and data on both sides; bf16 near fp32; runs that repeat."""
+    losses = {d: [step["loss"] for step in ours[d][0][0]["steps"]] for d in DTYPES}
+    for dtype, runs in ours.items():
+        for document, _ in runs:
+            again = [step["loss"] for step in document["steps"]]
+            assert again == losses[dtype], "runs must repeat bitwise"
+    for narrow, wide in zip(losses["bfloat16"], losses["float32"], strict=True):
+        assert abs(narrow / wide - 1) < 1e-3, losses
+    for (mode, dtype), runs in theirs.items():
+        for document, _ in runs if mode == "pad" else ():
+            assert document["tokens"][0] == ours[dtype][0][0]["steps"][0]["tokens"]
+            limit = 1e-5 if dtype == "float32" else 5e-3
+            assert abs(document["losses"][0] / losses[dtype][0] - 1) < limit, "not the same model"
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_train(shape: str, benchmark, tmp_path: Path) -> None:
     config, steps = config_of(shape), STEPS[shape] + WARM_UP
+    configs = {dtype: dataclasses.replace(config, compute_dtype=dtype) for dtype in DTYPES}
     write_for_peer(tmp_path, config, steps)
     flops = useful_flops(config, documents_of(config, steps)[WARM_UP:])
     has_torch = importlib.util.find_spec("torch") is not None
-    ours: list[tuple[dict, int]] = []
-    theirs: dict[str, list[tuple[dict, int]]] = {"pad": [], "chunk": []}
+    ours: dict[str, list[Run]] = {dtype: [] for dtype in DTYPES}
+    theirs: dict[tuple[str, str], list[Run]] = {
+        (m, d): [] for m in ("pad", "chunk") for d in DTYPES
+    }
     peaks: list[float] = []
 
     def one_round() -> None:
         peaks.append(fma_peak_gflops())
-        ours.append(run_ours(config, steps))
-        if has_torch:
-            for mode, runs in theirs.items():
-                runs.append(run_peer(tmp_path, mode))
+        for dtype, runs in ours.items():
+            runs.append(run_ours(configs[dtype], steps))
+        for (mode, dtype), runs in theirs.items():
+            if has_torch:
+                runs.append(run_peer(tmp_path, mode, dtype))
 
     benchmark.pedantic(one_round, rounds=ROUNDS[shape], iterations=1)
-    losses = [step["loss"] for step in ours[0][0]["steps"]]
-    for document, _ in ours:
-        assert [step["loss"] for step in document["steps"]] == losses, "runs must repeat bitwise"
-    for document, _ in theirs["pad"]:
-        assert document["tokens"][0] == ours[0][0]["steps"][0]["tokens"]
-        assert abs(document["losses"][0] / losses[0] - 1) < 1e-5, "not the same model and data"
-
-    rates = [
-        speed([s["seconds"] for s in d["steps"]], [s["tokens"] for s in d["steps"]])
-        for d, _ in ours
-    ]
-    seconds = min(sum(s["seconds"] for s in d["steps"][WARM_UP:]) for d, _ in ours)
+    check_losses(ours, theirs)
     info = benchmark.extra_info
-    info["tokens_per_s"] = round(max(rates), 1)
-    info["useful_gflops"] = round(flops / seconds * 1e-9, 1)
     info["fma_peak_gflops_a_core"] = round(max(peaks), 1)
-    info["share_of_peak"] = round(flops / seconds * 1e-9 / (RANKS * max(peaks)), 3)
-    info["peak_memory_mib"] = round(min(peak for _, peak in ours) / 2**20)
-    for mode, runs in theirs.items():
-        if runs:
-            best = max(speed(d["seconds"], d["tokens"]) for d, _ in runs)
-            memory = min(peak for _, peak in runs)
-            info[f"fsdp2_{mode}_tokens_per_s"] = round(best, 1)
-            info[f"times_fsdp2_{mode}"] = round(max(rates) / best, 2)
-            info[f"fsdp2_{mode}_peak_memory_mib"] = round(memory / 2**20)
+    for dtype, runs in ours.items():
+        prefix = "" if dtype == "float32" else "bf16_"
+        all_steps = [document["steps"] for document, _ in runs]
+        best = max(speed([s["seconds"] for s in r], [s["tokens"] for s in r]) for r in all_steps)
+        gflops = flops / min(sum(s["seconds"] for s in r[WARM_UP:]) for r in all_steps) * 1e-9
+        info[f"{prefix}tokens_per_s"] = round(best, 1)
+        info[f"{prefix}useful_gflops"] = round(gflops, 1)
+        info[f"{prefix}share_of_peak"] = round(gflops / (RANKS * max(peaks)), 3)
+        info[f"{prefix}peak_memory_mib"] = round(min(peak for _, peak in runs) / 2**20)
+    for (mode, dtype), runs in theirs.items():
+        if not runs:
+            continue
+        name = f"fsdp2_{mode}" if dtype == "float32" else f"fsdp2_bf16_{mode}"
+        peer = max(speed(d["seconds"], d["tokens"]) for d, _ in runs)
+        info[f"{name}_tokens_per_s"] = round(peer, 1)
+        info[f"{name}_peak_memory_mib"] = round(min(peak for _, peak in runs) / 2**20)
+        info[f"times_{name}"] = round(info["tokens_per_s"] / peer, 2)
+        info[f"bf16_times_{name}"] = round(info["bf16_tokens_per_s"] / peer, 2)

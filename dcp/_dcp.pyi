@@ -38,8 +38,14 @@ def gemm(
     add: NDArray[np.float32] | None = None,
     bias: NDArray[np.float32] | None = None,
     packed: NDArray[np.float32] | None = None,
+    compute: str = "float32",
 ) -> None: ...
-def gemm_pack(b: NDArray[np.float32], *, trans_b: bool = False) -> NDArray[np.float32]: ...
+def gemm_pack(
+    b: NDArray[np.float32] | NDArray[np.uint16],
+    *,
+    trans_b: bool = False,
+    compute: str = "float32",
+) -> NDArray[np.float32]: ...
 def attention(
     q: NDArray[np.float32],
     k: NDArray[np.float32],
@@ -48,6 +54,7 @@ def attention(
     key_offsets: Any,
     causal: bool,
     scale: float,
+    compute: str,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 def attention_backward(
     dout: NDArray[np.float32],
@@ -60,6 +67,7 @@ def attention_backward(
     key_offsets: Any,
     causal: bool,
     scale: float,
+    compute: str,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...
 
 class Window:
@@ -193,6 +201,15 @@ def layout_plan(
 ) -> tuple[NDArray[np.int64], int]: ...
 def exact_sum(values: NDArray[np.float64]) -> float: ...
 
+def optimizer_bytes(
+    config: Mapping[str, Any],
+    rules: Sequence[tuple[Any, ...]],
+    *,
+    ranks: int = 1,
+    block_rows: int = 1,
+    no_windows: bool = False,
+) -> int: ...
+
 class Sharded:
     def __init__(
         self,
@@ -220,10 +237,6 @@ class Sharded:
         plan_hash: int = 0,
         clip: float = 0.0,
         lr: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         skip_nonfinite: bool = False,
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
@@ -237,6 +250,9 @@ class Sharded:
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
     ) -> float: ...
+    def set_optimizer(self, rules: Sequence[tuple[Any, ...]], keep: bool) -> None: ...
+    def states(self) -> list[tuple[str, dict[int, tuple[int, ...]]]]: ...
+    def state_runs(self, state: int) -> list[tuple[int, int, NDArray[Any]]]: ...
     def evaluate(
         self,
         micro_batches: Sequence[Any],

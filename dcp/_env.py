@@ -2,7 +2,7 @@
 
 ======================  ====================================================================
 DCP_NUM_THREADS         threads of one rank; default: cores / ranks of this machine
-DCP_ISA                 instruction set of the CPU kernels: portable, avx2, avx512
+DCP_ISA                 instruction set of the CPU kernels: portable, avx2, avx512, avx512bf16
 DCP_LOG                 level of the logger "dcp": debug, info, warning
 DCP_TIMEOUT             seconds that a rank waits for another one (600)
 DCP_JOIN_TIMEOUT        seconds that ranks wait for each other at the start (60)

@@ -73,6 +73,9 @@ class Device:
     host : bool
         Ranks are processes of one machine in dcp's own runtime: weights and moments lie in shared
         windows, and the core reckons the bytes of activations.
+    bf16_times : float
+        Rates of products and attention with bf16 factors, as multiples of those above: for models
+        whose `compute_dtype` asks for them. 1 where the rates above are those of bf16.
 
     Examples
     --------
@@ -101,6 +104,7 @@ class Device:
     node_ranks: int
     logit_chunk_tokens: int
     host: bool = False
+    bf16_times: float = 1.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -128,6 +132,22 @@ class Device:
                 object.__setattr__(self, field.name, tuple(float(v) for v in parts))
         if self.gather_exposed > 1:
             raise ArgumentError(f"device.gather_exposed = {self.gather_exposed} must be <= 1")
+
+    def computing(self, dtype: str) -> Device:
+        """This device at the rates of products in "float32" or "bfloat16".
+
+        Examples
+        --------
+        >>> from dcp.analytic import DEVICES
+        >>> cpu = DEVICES["cpu"]
+        >>> fast = cpu.computing("bfloat16")
+        >>> fast.matmul_flops_per_s == cpu.matmul_flops_per_s * cpu.bf16_times
+        True
+        """
+        if dtype != "bfloat16":
+            return self
+        rates = {name: getattr(self, name) * self.bf16_times for name in FLOP_RATES}
+        return dataclasses.replace(self, **rates, bf16_times=1.0)
 
 
 _H200 = Device(
@@ -198,6 +218,9 @@ DEVICES: dict[str, Device] = {
         node_ranks=0,
         logit_chunk_tokens=1024,
         host=True,
+        # AVX512_BF16 against the fp32 rates above, whole training steps of dcp
+        # (benchmarks/bench_train.py)
+        bf16_times=1.8,
     ),
 }
 
@@ -256,6 +279,7 @@ class Shape:
     mlp_products: int  # 3: gate, up and down; 2: in and out
     vocab: int
     parameter_count: int
+    compute_dtype: str = "float32"
 
     @property
     def query_width(self) -> int:
@@ -283,7 +307,10 @@ class Shape:
     @property
     def fingerprint(self) -> str:
         """Of everything that decides cost: 16 hexadecimal digits."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        if self.compute_dtype == "float32":
+            del fields["compute_dtype"]  # as in files from before there was a choice
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
@@ -307,6 +334,7 @@ class Shape:
             mlp_products=3,
             vocab=config.vocab_size,
             parameter_count=config.parameter_count(),
+            compute_dtype=config.compute_dtype,
         )
 
 
@@ -490,7 +518,8 @@ def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) 
     """fp32 weights, gradients and AdamW's moments of dcp's own runtime, in bytes.
 
     Beside shards a rank holds whole gradients, or whole groups of them, and without windows a whole
-    group of weights; a tied embedding has a place of its own, since the head uses it too. Then
+    group of weights, in the model's `compute_dtype`; a tied embedding has a place of its own, since
+    the head uses it too. Then
     there are a rank's share of the world's staging memory, the tables of buffers and layouts, the
     padding of buffers, so that rank borders cut no block, and the table of rotary angles at its
     largest, since one micro-batch's table can stay beside the activations of another.
@@ -502,10 +531,11 @@ def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) 
     groups = [sum(sizes[name] for name in names) for _, names in config.groups()]
     embedding = groups.pop(0) if config.tie_word_embeddings else 0
     gathered = 0 if windows else max(groups) + embedding
+    item = 2.0 if config.compute_dtype == "bfloat16" else 4.0
     once = _RUNTIME_BYTES + host_rotary_bytes(config, config.max_position_embeddings)
     whole = count if reduce == "step" else (2 if windows else 1) * max(groups) + embedding
     return {
-        "fixed_bytes": 4.0 * _PADDED * (whole + gathered) + once,
+        "fixed_bytes": _PADDED * (4.0 * whole + item * gathered) + once,
         "sharded_bytes": (12.0 if reduce == "step" else 16.0) * _PADDED * count,
     }
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError, UnsupportedError
-from dcp.optim import SCHEDULES, AdamW
+from dcp.optim import OPTIMIZERS, SCHEDULES, Optimizer
 
 if typing.TYPE_CHECKING:
     from dcp.models import Transformer1D
@@ -72,11 +72,11 @@ class OptimizerSettings:
     schedule: str = "constant"
     schedule_steps: int | None = None
 
-    def build(self) -> AdamW:
+    def build(self) -> Optimizer:
         """Return the optimizer; its own rules are checked here."""
         values = dataclasses.asdict(self)
         del values["name"]
-        return AdamW(**values)
+        return OPTIMIZERS[self.name](**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ _SECTIONS: dict[str, Any] = {
 }
 _CHOICES = {
     "strategy": tuple(_dcp.plan_strategies()),
-    "optimizer.name": ("adamw",),
+    "optimizer.name": ("adamw", "muon", "shampoo"),
     "optimizer.schedule": SCHEDULES,
     "data.long": ("split", "drop", "error"),
     "train.weighting": ("token", "sequence"),

@@ -311,7 +311,7 @@ class CostModel:
         Parameters
         ----------
         config : dcp.Transformer1D
-            The model.
+            The model; its `compute_dtype` decides rates and bytes.
         device : str or dcp.analytic.Device
             Constants of one rank; the default is one core.
         flops_per_s : float, optional
@@ -356,7 +356,8 @@ class CostModel:
             rates = dict.fromkeys(analytic.FLOP_RATES, float(flops_per_s))
         if bytes_per_s is not None:
             rates["bytes_per_s"] = float(bytes_per_s)
-        chosen, shape = analytic.device_named(device, **rates), analytic.Shape.of(config)
+        chosen, shape = analytic.device_named(device), analytic.Shape.of(config)
+        chosen = analytic.device_named(chosen.computing(config.compute_dtype), **rates)
         thread_count = _env.thread_count(1) if threads is None else threads
 
         def held(tokens: int, recompute: tuple[int, int]) -> int:
@@ -446,7 +447,8 @@ class CostModel:
         if self.model and self.model != shape.fingerprint:
             raise ArgumentError(
                 f"cost model {self.name!r} is of model {self.model}, not of {shape.fingerprint} "
-                f"({shape.layers} layers of {shape.hidden}, {shape.parameter_count} parameters)"
+                f"({shape.layers} layers of {shape.hidden}, {shape.parameter_count} parameters, "
+                f"computing in {shape.compute_dtype})"
             )
 
     def time(

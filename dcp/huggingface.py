@@ -137,7 +137,8 @@ def config_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def config_json(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` for the fields of a `dcp.Transformer1D`; transformers 4 and 5 read it.
 
-    Both ways of writing the rotary settings are there: each version reads its own.
+    Both ways of writing the rotary settings are there: each version reads its own. `compute_dtype`
+    is left out: it is a choice of a run, not a property of the model.
 
     Examples
     --------

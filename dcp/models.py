@@ -26,6 +26,7 @@ from dcp.cost import recompute_counts
 __all__ = ["Model", "Transformer1D", "next_token_labels", "preset_lr", "preset_names"]
 
 IGNORED = -100  # label of a token that is not trained on
+COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 class _Preset(NamedTuple):
@@ -145,6 +146,11 @@ class Transformer1D:
     initializer_range : float
         Standard deviation of initial matrices; what adds to the residual (`o_proj`, `down_proj`)
         starts smaller by sqrt(2 num_hidden_layers).
+    compute_dtype : {"float32", "bfloat16"}
+        What matrix products and attention multiply. With "bfloat16" a pass reads every weight, and
+        every factor of a product, rounded to it; products are summed in float32, and activations,
+        gradients and the weights themselves stay float32. A choice of the run and not of the model:
+        not part of Hugging Face's `config.json`.
 
     Raises
     ------
@@ -180,8 +186,13 @@ class Transformer1D:
     mlp_bias: bool = False
     dropout: float = 0.0
     initializer_range: float = 0.02
+    compute_dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if isinstance(self.compute_dtype, str) and self.compute_dtype not in COMPUTE_DTYPES:
+            near = difflib.get_close_matches(self.compute_dtype, COMPUTE_DTYPES, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(COMPUTE_DTYPES)}"
+            raise ArgumentError(f"compute_dtype {self.compute_dtype!r} is unknown: {hint}")
         heads, hidden = self.num_attention_heads, self.hidden_size
         if cast("int | None", self.num_key_value_heads) is None:
             object.__setattr__(self, "num_key_value_heads", heads)
@@ -525,7 +536,13 @@ class Model:
         return known, 1.0 / max(int(np.count_nonzero(known != IGNORED)), 1)
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str], *, device: str = "cpu") -> Model:
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        device: str = "cpu",
+        compute_dtype: str = "float32",
+    ) -> Model:
         """A model from a folder that transformers (or `save_pretrained`) wrote.
 
         Parameters
@@ -533,6 +550,10 @@ class Model:
         folder : path
             With `config.json` and `model.safetensors`, or `model.safetensors.index.json` and its
             shards; float32, float16 or bfloat16.
+        device : str
+            ``"cpu"``.
+        compute_dtype : {"float32", "bfloat16"}
+            As in `Transformer1D`; whatever the files hold, weights are kept in float32.
 
         Raises
         ------
@@ -557,6 +578,7 @@ class Model:
 
         path = Path(folder)
         config = Transformer1D.from_hf(huggingface.read_config(path))
+        config = dataclasses.replace(config, compute_dtype=compute_dtype)
         model = cls.__new__(cls)
         model._adopt(config, _load(config, path), device)
         return model

@@ -38,6 +38,7 @@ def attention(
     key_offsets: Offsets | None = None,
     causal: bool = True,
     scale: float | None = None,
+    compute: str = "float32",
 ) -> tuple[Floats, Floats]:
     """Softmax attention inside each sequence: ``softmax(scale * q k^T) v``.
 
@@ -58,6 +59,10 @@ def attention(
         query sees all keys).
     scale : float, optional
         Default: ``D ** -0.5``.
+    compute : {"float32", "bfloat16"}
+        With "bfloat16" every factor of a product (q, k, v, and the probabilities) is rounded to
+        bfloat16; products are summed and the softmax is computed in float32. About twice as fast
+        on a CPU with AVX512_BF16, no faster elsewhere.
 
     Returns
     -------
@@ -72,11 +77,11 @@ def attention(
     dcp.DTypeError
         An array is not float32, not C-contiguous or on another device; offsets are no integers.
     dcp.ArgumentError
-        Shapes do not fit, or offsets break the rules above.
+        Shapes do not fit, offsets break the rules above, or compute is none of the two.
 
     Notes
     -----
-    Exact fp32, no approximation of the softmax; the scores are never stored. Results do not depend
+    No approximation of the softmax; the scores are never stored. Results do not depend
     on the number of threads. After Dao et al., FlashAttention (arXiv 2205.14135), with a softmax
     reference that is raised only when needed; see csrc/kernels/isa/attention_forward.c.
 
@@ -93,7 +98,7 @@ def attention(
     >>> bool(np.allclose(out[3], v[3]))
     True
     """
-    return _dcp.attention(q, k, v, offsets, key_offsets, causal, _scale(q, scale))
+    return _dcp.attention(q, k, v, offsets, key_offsets, causal, _scale(q, scale), compute)
 
 
 def attention_backward(
@@ -108,6 +113,7 @@ def attention_backward(
     key_offsets: Offsets | None = None,
     causal: bool = True,
     scale: float | None = None,
+    compute: str = "float32",
 ) -> tuple[Floats, Floats, Floats]:
     """Gradients of :func:`attention`.
 
@@ -115,7 +121,7 @@ def attention_backward(
     ----------
     dout : float32 array [T, H, D]
         Gradient of the loss with respect to ``out``.
-    q, k, v, offsets, key_offsets, causal, scale
+    q, k, v, offsets, key_offsets, causal, scale, compute
         As given to :func:`attention`.
     out, lse : float32 arrays [T, H, D] and [H, T]
         As :func:`attention` returned them.
@@ -147,5 +153,5 @@ def attention_backward(
     ((4, 2, 8), True)
     """
     return _dcp.attention_backward(
-        dout, q, k, v, out, lse, offsets, key_offsets, causal, _scale(q, scale)
+        dout, q, k, v, out, lse, offsets, key_offsets, causal, _scale(q, scale), compute
     )

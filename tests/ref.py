@@ -18,6 +18,17 @@ IGNORED = -100
 Masks = Callable[[int, int], np.ndarray]  # (layer, place) -> [T, h] factor of each element
 
 
+def round_bf16(x):
+    """The nearest bf16 numbers (8 bits of mantissa, ties to even), in the dtype of x."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return rounded.view(np.float32).astype(np.asarray(x).dtype)
+
+
+def unchanged(x):
+    return x
+
+
 def norm(x, weight, eps):
     rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * rstd * weight, (x, weight, rstd)
@@ -29,10 +40,6 @@ def norm_backward(dy, kept):
     dn = dy * weight
     dx = rstd * (dn - x * rstd**2 * np.mean(dn * x, axis=-1, keepdims=True))
     return dx, dweight
-
-
-def linear(x, weight, bias=None):
-    return x @ weight.T + (0 if bias is None else bias)
 
 
 def rotation(length, head_dim, theta, dtype=np.float64):
@@ -50,25 +57,27 @@ def rotate(x_SHD, turn, inverse=False):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attention(q_SHD, k_SKD, v_SKD):
-    """Causal attention of one sequence."""
+def attention(q_SHD, k_SKD, v_SKD, factor=unchanged):
+    """Causal attention of one sequence; `factor` makes a factor of a product."""
     length, heads, head_dim = q_SHD.shape
     share = heads // k_SKD.shape[1]
-    k, v = np.repeat(k_SKD, share, axis=1), np.repeat(v_SKD, share, axis=1)
-    scores = np.einsum("ihd,jhd->hij", q_SHD, k) / head_dim**0.5
+    q = factor(q_SHD)
+    k, v = np.repeat(factor(k_SKD), share, axis=1), np.repeat(factor(v_SKD), share, axis=1)
+    scores = np.einsum("ihd,jhd->hij", q, k) / head_dim**0.5
     scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hij,jhd->ihd", weights, v), (q_SHD, k, v, weights, share)
+    return np.einsum("hij,jhd->ihd", factor(weights), v), (q, k, v, weights, share, factor)
 
 
 def attention_backward(dout_SHD, kept):
-    q, k, v, weights, share = kept
+    q, k, v, weights, share, factor = kept
     length, heads, head_dim = q.shape
-    dv = np.einsum("hij,ihd->jhd", weights, dout_SHD)
-    dweights = np.einsum("ihd,jhd->hij", dout_SHD, v)
+    dout = factor(dout_SHD)
+    dv = np.einsum("hij,ihd->jhd", factor(weights), dout)
+    dweights = np.einsum("ihd,jhd->hij", dout, v)
     dscores = weights * (dweights - np.sum(dweights * weights, axis=-1, keepdims=True))
-    dscores /= head_dim**0.5
+    dscores = factor(dscores) / head_dim**0.5
     dq = np.einsum("hij,jhd->ihd", dscores, k)
     dk = np.einsum("hij,ihd->jhd", dscores, q)
 
@@ -86,23 +95,31 @@ class Reference:
     config : object with the fields of `dcp.Transformer1D`
     tensors : mapping from Hugging Face's names to arrays
     dtype : np.float32 makes it the textbook version in that precision: what rounding alone costs
+    factor : applied to every factor of a product; `round_bf16`: what rounding these costs
     """
 
     def __init__(
-        self, config: Any, tensors: Mapping[str, np.ndarray], dtype: Any = np.float64
+        self,
+        config: Any,
+        tensors: Mapping[str, np.ndarray],
+        dtype: Any = np.float64,
+        factor: Callable[[np.ndarray], np.ndarray] = unchanged,
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.factor = factor
         self.tensors = {name: np.asarray(x, dtype) for name, x in tensors.items()}
 
     def _linear(self, x, name):
-        return linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        bias = self.tensors.get(f"{name}.bias")
+        y = self.factor(x) @ self.factor(self.tensors[f"{name}.weight"]).T
+        return y if bias is None else y + bias
 
     def _linear_backward(self, dy, x, name, gradients):
-        gradients[f"{name}.weight"] += dy.T @ x
+        gradients[f"{name}.weight"] += self.factor(dy).T @ self.factor(x)
         if f"{name}.bias" in gradients:
             gradients[f"{name}.bias"] += dy.sum(axis=0)
-        return dy @ self.tensors[f"{name}.weight"]
+        return self.factor(dy) @ self.factor(self.tensors[f"{name}.weight"])
 
     @property
     def _head(self) -> str:
@@ -116,7 +133,7 @@ class Reference:
             self._linear(n1, f"{name}.self_attn.{p}_proj").reshape(length, -1, c.head_dim)
             for p in "qkv"
         )
-        out, kept_attention = attention(rotate(q, turn), rotate(k, turn), v)
+        out, kept_attention = attention(rotate(q, turn), rotate(k, turn), v, self.factor)
         out = out.reshape(length, -1)
         middle = x + masks[0] * self._linear(out, f"{name}.self_attn.o_proj")
         n2, kept2 = norm(
@@ -224,3 +241,65 @@ class Reference:
             dlogits[rows, labels[a:b][rows]] -= 1
             self._sequence_backward(w * dlogits, kept, gradients)
         return loss, gradients
+
+
+def newton_schulz(u, iterations=5):
+    """What Muon makes of a matrix of norm > 1e-7; [rows, columns]."""
+    x = u / np.linalg.norm(u)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def muon_ref(w, gradients, *, lr, momentum, nesterov, weight_decay, iterations=5):
+    """Weights and momentum after one Muon step per gradient; [rows, columns]."""
+    m = np.zeros_like(w)
+    for g in gradients:
+        m = momentum * m + g
+        o = newton_schulz(g + momentum * m if nesterov else m, iterations)
+        w = w - lr * (0.2 * np.sqrt(max(w.shape)) * o + weight_decay * w)
+    return w, m
+
+
+def inverse_fourth_root(a, ridge=1e-6):
+    """(a + ridge * largest eigenvalue)^(-1/4) by eigh; the identity for 0."""
+    values, vectors = np.linalg.eigh(a)
+    if values[-1] <= 0:
+        return np.eye(len(a))
+    values = np.maximum(values, 0) + ridge * values[-1]
+    return (vectors * values**-0.25) @ vectors.T
+
+
+def even_cuts(size, block):
+    """Slices of as few near equal parts as keep each <= block."""
+    parts = np.array_split(np.arange(size), -(-size // block))
+    return [slice(part[0], part[-1] + 1) for part in parts]
+
+
+def shampoo_ref(w, gradients, *, lr, betas, eps, weight_decay, block, roots_at):
+    """Weights and states after one Shampoo step per gradient; [rows, columns].
+
+    `roots_at(step)`: are inverse roots made in this step? States are lists over blocks, by rows,
+    then columns; m and v whole.
+    """
+    beta1, beta2 = betas
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    cells = [(i, j) for i in even_cuts(len(w), block) for j in even_cuts(w.shape[1], block)]
+    left = [np.zeros((i.stop - i.start,) * 2) for i, _ in cells]
+    right = [np.zeros((j.stop - j.start,) * 2) for _, j in cells]
+    roots = [(None, None)] * len(cells)
+    for step, g in enumerate(gradients):
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        adam = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + eps)
+        update = np.zeros_like(w)
+        for k, cell in enumerate(cells):
+            left[k] = beta2 * left[k] + (1 - beta2) * g[cell] @ g[cell].T
+            right[k] = beta2 * right[k] + (1 - beta2) * g[cell].T @ g[cell]
+            if roots_at(step):
+                roots[k] = inverse_fourth_root(left[k]), inverse_fourth_root(right[k])
+            p = roots[k][0] @ m[cell] @ roots[k][1]
+            norm = np.linalg.norm(p)
+            update[cell] = p * (np.linalg.norm(adam[cell]) / norm if norm > 0 else 0.0)
+        w = w - lr * (update + weight_decay * w)
+    return w, {"left": left, "right": right, "m": m, "v": v}

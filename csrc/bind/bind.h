@@ -17,6 +17,7 @@
 #endif
 #include <numpy/arrayobject.h>
 
+#include "dcp/dtype.h"
 #include "dcp/status.h"
 #include "dcp/threads.h"
 
@@ -67,6 +68,10 @@ PyArrayObject *bind_array(PyObject *object, int type_num, int dim_count,
 PyArrayObject *bind_array_writable(PyObject *object, int type_num, int dim_count,
                                    const char *what);
 
+/* `compute` of a product by name: "float32" or "bfloat16"; else a dcp.ArgumentError. 0,
+ * or -1 with an exception. */
+int bind_compute(const char *name, dcp_dtype_t *compute_p);
+
 /* Integers of any width, byte order, a list, a range: as a new contiguous 1-D int64 (or
  * int32) array; floats and bools are a dcp.DTypeError, values that do not fit a
  * dcp.ArgumentError that names the value. */
@@ -81,6 +86,8 @@ struct dcp_comm *bind_world_comm(PyObject *world);
  * fails. */
 struct dcp_window;
 PyObject *bind_window_new(struct dcp_window *window, int32_t size);
+/* The window of such an object, borrowed; NULL with an exception where it is none. */
+const struct dcp_window *bind_window_of(PyObject *window);
 
 /* Reads a mapping of dcp_transformer1d_config_t's fields (Hugging Face names; every key
  * needed, no other allowed) and checks it. 0, or -1 with an exception. */
@@ -99,5 +106,9 @@ int bind_layout_register(PyObject *module);
 int bind_plan_register(PyObject *module);
 int bind_sim_register(PyObject *module);
 int bind_step_register(PyObject *module);
+int bind_dbuffer_register(PyObject *module);
+/* called by bind_dbuffer_register */
+int bind_shard_optimizer_register(PyObject *module);
+int bind_placement_register(PyObject *module);
 
 #endif

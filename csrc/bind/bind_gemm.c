@@ -1,66 +1,96 @@
 /* The matrix product on arrays, for tests and benchmarks: `gemm` and `gemm_pack`. Rows
- * may be strided (a slice of columns); columns must be dense. */
+ * may be strided (a slice of columns); columns must be dense. bf16 numbers are uint16
+ * arrays of their bits. */
 #include "bind.h"
 
 #include "dcp/kernels.h"
 
-/* A 2-D fp32 array whose rows are dense, borrowed: its shape and row stride. */
+int
+bind_compute(const char *name, dcp_dtype_t *compute_p)
+{
+    for (int i = 0; i < 2; i++) {
+        dcp_dtype_t dtype = i == 0 ? DCP_F32 : DCP_BF16;
+        if (strcmp(name, dcp_dtype_name(dtype)) == 0) {
+            *compute_p = dtype;
+            return 0;
+        }
+    }
+    bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                        "compute \"%s\" must be \"float32\" or "
+                        "\"bfloat16\"",
+                        name));
+    return -1;
+}
+
+/* A 2-D array whose rows are dense, borrowed: its shape and row stride. */
 typedef struct matrix {
-    float *data;
+    void *data;
     int64_t rows, columns, stride;
 } matrix_t;
 
 static int
-matrix_read(PyObject *object, const char *what, int writable, matrix_t *matrix_p)
+matrix_read_type(PyObject *object, int type_num, const char *what, int writable,
+                 matrix_t *matrix_p)
 {
     PyArrayObject *array = (PyArrayObject *)object;
-    int fits = PyArray_Check(object) && PyArray_TYPE(array) == NPY_FLOAT32
+    const npy_intp item = type_num == NPY_FLOAT32 ? 4 : 2;
+    int fits = PyArray_Check(object) && PyArray_TYPE(array) == type_num
                && PyArray_NDIM(array) == 2 && PyArray_ISBEHAVED_RO(array)
                && (!writable || PyArray_ISWRITEABLE(array));
     if (fits) {
         matrix_p->data = PyArray_DATA(array);
         matrix_p->rows = PyArray_DIM(array, 0);
         matrix_p->columns = PyArray_DIM(array, 1);
-        matrix_p->stride = PyArray_STRIDE(array, 0) / 4;
+        matrix_p->stride = PyArray_STRIDE(array, 0) / item;
         if (matrix_p->rows <= 1 || matrix_p->columns == 0) {
             matrix_p->stride = matrix_p->columns; /* NumPy's then means nothing */
         } else {
-            fits = PyArray_STRIDE(array, 0) > 0 && PyArray_STRIDE(array, 0) % 4 == 0;
+            fits = PyArray_STRIDE(array, 0) > 0 && PyArray_STRIDE(array, 0) % item == 0;
         }
         fits = fits
                && (matrix_p->columns <= 1 || matrix_p->rows == 0
-                   || PyArray_STRIDE(array, 1) == 4);
+                   || PyArray_STRIDE(array, 1) == item);
     }
     if (!fits) {
-        PyErr_Format(PyExc_TypeError, "%s must be a %s2-D float32 array of dense rows",
-                     what, writable ? "writable " : "");
+        PyErr_Format(PyExc_TypeError, "%s must be a %s2-D %s array of dense rows", what,
+                     writable ? "writable " : "",
+                     type_num == NPY_FLOAT32 ? "float32" : "uint16");
         return -1;
     }
     return 0;
 }
 
+static int
+matrix_read(PyObject *object, const char *what, int writable, matrix_t *matrix_p)
+{
+    return matrix_read_type(object, NPY_FLOAT32, what, writable, matrix_p);
+}
+
 PyDoc_STRVAR(
     gemm_doc,
     "gemm(a, b, c, *, trans_a=False, trans_b=False, accumulate=False, add=None, "
-    "bias=None, packed=None)\n--\n\n"
+    "bias=None, packed=None, compute='float32')\n--\n\n"
     "c = op(a) op(b) [+ add] [+ bias] or c += op(a) op(b), in place.\n\n"
-    "2-D float32 arrays with dense rows. `packed` is gemm_pack(b, "
-    "trans_b=trans_b); b then gives only the shape.");
+    "2-D float32 arrays with dense rows. `packed` is gemm_pack(b, trans_b=trans_b, "
+    "compute=compute); b then gives only the shape. compute='bfloat16' rounds a and "
+    "b.");
 
 static PyObject *
 gemm(PyObject *module, PyObject *positional, PyObject *keywords)
 {
     (void)module;
-    static char *names[] = {"a",          "b",   "c",    "trans_a", "trans_b",
-                            "accumulate", "add", "bias", "packed",  NULL};
+    static char *names[] = {"a",   "b",    "c",      "trans_a", "trans_b", "accumulate",
+                            "add", "bias", "packed", "compute", NULL};
     PyObject *a, *b, *c, *add = Py_None, *bias = Py_None, *packed = Py_None;
     int trans_a = 0, trans_b = 0, accumulate = 0;
+    const char *compute_name = "float32";
+    dcp_dtype_t compute;
     matrix_t ma, mb, mc, m_add = {0};
-    if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OOO|$pppOOO:gemm", names,
+    if (!PyArg_ParseTupleAndKeywords(positional, keywords, "OOO|$pppOOOs:gemm", names,
                                      &a, &b, &c, &trans_a, &trans_b, &accumulate, &add,
-                                     &bias, &packed)
-        || matrix_read(a, "a", 0, &ma) < 0 || matrix_read(b, "b", 0, &mb) < 0
-        || matrix_read(c, "c", 1, &mc) < 0
+                                     &bias, &packed, &compute_name)
+        || bind_compute(compute_name, &compute) < 0 || matrix_read(a, "a", 0, &ma) < 0
+        || matrix_read(b, "b", 0, &mb) < 0 || matrix_read(c, "c", 1, &mc) < 0
         || (add != Py_None && matrix_read(add, "add", 0, &m_add) < 0)) {
         return NULL;
     }
@@ -93,7 +123,7 @@ gemm(PyObject *module, PyObject *positional, PyObject *keywords)
         if (packed_array == NULL) {
             goto done;
         }
-        if (PyArray_NBYTES(packed_array) < dcp_gemm_pack_bytes(n, k, DCP_F32)) {
+        if (PyArray_NBYTES(packed_array) < dcp_gemm_pack_bytes(n, k, compute)) {
             PyErr_SetString(PyExc_ValueError, "packed is not a gemm_pack of this b");
             goto done;
         }
@@ -115,6 +145,7 @@ gemm(PyObject *module, PyObject *positional, PyObject *keywords)
         .trans_a = trans_a,
         .trans_b = trans_b,
         .accumulate = accumulate,
+        .compute = compute,
     };
     dcp_status_t status;
     BIND_COMPUTE(status, dcp_cpu_gemm(pool, &args));
@@ -126,8 +157,10 @@ done:
 }
 
 PyDoc_STRVAR(gemm_pack_doc,
-             "gemm_pack(b, *, trans_b=False)\n--\n\n"
-             "Panels of op(b) for the instruction set in use, as a 1-D float32 array.");
+             "gemm_pack(b, *, trans_b=False, compute='float32')\n--\n\n"
+             "Panels of op(b) for the instruction set in use, as a 1-D float32 array "
+             "(of bytes, whatever they hold). b may be uint16, bits of bf16 numbers, "
+             "where compute is 'bfloat16'.");
 
 /* A 64-byte aligned 1-D fp32 array: a slice of a longer one. */
 static PyArrayObject *
@@ -157,13 +190,19 @@ static PyObject *
 gemm_pack(PyObject *module, PyObject *positional, PyObject *keywords)
 {
     (void)module;
-    static char *names[] = {"b", "trans_b", NULL};
+    static char *names[] = {"b", "trans_b", "compute", NULL};
     PyObject *b;
     int trans_b = 0;
+    const char *compute_name = "float32";
+    dcp_dtype_t compute;
     matrix_t mb;
-    if (!PyArg_ParseTupleAndKeywords(positional, keywords, "O|$p:gemm_pack", names, &b,
-                                     &trans_b)
-        || matrix_read(b, "b", 0, &mb) < 0) {
+    if (!PyArg_ParseTupleAndKeywords(positional, keywords, "O|$ps:gemm_pack", names, &b,
+                                     &trans_b, &compute_name)
+        || bind_compute(compute_name, &compute) < 0) {
+        return NULL;
+    }
+    int is_bf16 = PyArray_Check(b) && PyArray_TYPE((PyArrayObject *)b) == NPY_UINT16;
+    if (matrix_read_type(b, is_bf16 ? NPY_UINT16 : NPY_FLOAT32, "b", 0, &mb) < 0) {
         return NULL;
     }
     dcp_pool_t *pool = bind_pool();
@@ -173,11 +212,13 @@ gemm_pack(PyObject *module, PyObject *positional, PyObject *keywords)
     dcp_gemm_pack_args_t args = {
         .n = trans_b ? mb.rows : mb.columns,
         .k = trans_b ? mb.columns : mb.rows,
-        .b = mb.data,
+        .b = is_bf16 ? NULL : mb.data,
+        .b_bf16 = is_bf16 ? mb.data : NULL,
         .ldb = mb.stride,
         .trans_b = trans_b,
+        .compute = compute,
     };
-    PyArrayObject *packed = aligned_array(dcp_gemm_pack_bytes(args.n, args.k, DCP_F32));
+    PyArrayObject *packed = aligned_array(dcp_gemm_pack_bytes(args.n, args.k, compute));
     if (packed == NULL) {
         return NULL;
     }

@@ -121,6 +121,8 @@ static const field_t embedding_fields[] = {
     ARRAY(embedding, tokens, INT32),
     ARRAY(embedding, weight, FLOAT32),
     ARRAY(embedding, out, FLOAT32),
+    ARRAY(embedding, weight_bf16, UINT16),
+    FIELD(embedding, round, INT32),
     END,
 };
 static const field_t embedding_backward_fields[] = {
@@ -172,6 +174,10 @@ static const field_t adamw_fields[] = {
     FIELD(adamw, bias1, FLOAT),      FIELD(adamw, bias2, FLOAT),
     FIELD(adamw, grad_scale, FLOAT), END,
 };
+static const field_t cast_fields[] = {
+    FIELD(cast, count, INT64), ARRAY(cast, x, UINT8),  ARRAY(cast, out, UINT8),
+    FIELD(cast, from, INT32),  FIELD(cast, to, INT32), END,
+};
 static const field_t row_squares_fields[] = {
     FIELD(row_squares, rows, INT64),
     FIELD(row_squares, width, INT64),
@@ -194,6 +200,7 @@ static const field_t row_squares_fields[] = {
     X(dropout)            \
     X(column_sum)         \
     X(add)                \
+    X(cast)               \
     X(zero)               \
     X(adamw)              \
     X(row_squares)

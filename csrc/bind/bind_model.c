@@ -23,7 +23,12 @@ typedef struct model_object {
     int busy;               /* a call runs, perhaps on another thread */
 } model_object_t;
 
-typedef enum field_kind { FIELD_SIZE, FIELD_NUMBER, FIELD_FLAG } field_kind_t;
+typedef enum field_kind {
+    FIELD_SIZE,
+    FIELD_NUMBER,
+    FIELD_FLAG,
+    FIELD_DTYPE,
+} field_kind_t;
 
 typedef struct field {
     const char *key;
@@ -48,6 +53,7 @@ static const field_t fields[] = {
     FIELD(FIELD_FLAG, mlp_bias),
     FIELD(FIELD_NUMBER, dropout),
     FIELD(FIELD_NUMBER, initializer_range),
+    FIELD(FIELD_DTYPE, compute_dtype),
 };
 enum { FIELD_COUNT = sizeof fields / sizeof fields[0] };
 
@@ -67,9 +73,27 @@ raise_field(dcp_status_t status, const field_t *field, PyObject *value,
 }
 
 static int
+read_dtype(const field_t *field, PyObject *value, char *place)
+{
+    if (!PyUnicode_Check(value)) {
+        return raise_field(DCP_ERR_TYPE, field, value, "must be a name");
+    }
+    for (dcp_dtype_t dtype = DCP_F32; dtype <= DCP_BF16; dtype++) {
+        if (PyUnicode_CompareWithASCIIString(value, dcp_dtype_name(dtype)) == 0) {
+            memcpy(place, &dtype, sizeof dtype);
+            return 0;
+        }
+    }
+    return raise_field(DCP_ERR_ARG, field, value, "must be 'float32' or 'bfloat16'");
+}
+
+static int
 read_field(const field_t *field, PyObject *value, dcp_transformer1d_config_t *config)
 {
     char *place = (char *)config + field->offset;
+    if (field->kind == FIELD_DTYPE) {
+        return read_dtype(field, value, place);
+    }
     if (field->kind == FIELD_NUMBER) {
         double number = PyBool_Check(value) ? -1 : PyFloat_AsDouble(value);
         if (PyBool_Check(value) || PyErr_Occurred()) {
@@ -126,7 +150,7 @@ bind_transformer1d_config(PyObject *mapping, dcp_transformer1d_config_t *config_
     if (PyMapping_Size(mapping) != FIELD_COUNT) {
         bind_raise(DCP_FAIL(DCP_ERR_ARG,
                             "config has %lld keys, and only these %d are known: "
-                            "vocab_size ... initializer_range",
+                            "vocab_size ... compute_dtype",
                             (long long)PyMapping_Size(mapping), (int)FIELD_COUNT));
         return -1;
     }

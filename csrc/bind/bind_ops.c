@@ -141,7 +141,7 @@ new_like(PyArrayObject *array)
 }
 
 PyDoc_STRVAR(attention_doc,
-             "attention(q, k, v, offsets, key_offsets, causal, scale)\n--\n\n"
+             "attention(q, k, v, offsets, key_offsets, causal, scale, compute)\n--\n\n"
              "Variable-length attention: (out, lse). See dcp.ops.attention.");
 
 static PyObject *
@@ -152,8 +152,10 @@ ops_attention(PyObject *module, PyObject *arguments)
     int causal;
     attention_arrays_t a = {0};
     dcp_attention_args_t args = {0};
-    if (!PyArg_ParseTuple(arguments, "OOOOOpf:attention", &q, &k, &v, &offsets,
-                          &key_offsets, &causal, &args.scale)) {
+    const char *compute;
+    if (!PyArg_ParseTuple(arguments, "OOOOOpfs:attention", &q, &k, &v, &offsets,
+                          &key_offsets, &causal, &args.scale, &compute)
+        || bind_compute(compute, &args.compute) < 0) {
         return NULL;
     }
     dcp_pool_t *pool = bind_pool();
@@ -185,8 +187,8 @@ fail:
 
 PyDoc_STRVAR(
     attention_backward_doc,
-    "attention_backward(dout, q, k, v, out, lse, offsets, key_offsets, causal, scale)\n"
-    "--\n\n"
+    "attention_backward(dout, q, k, v, out, lse, offsets, key_offsets, causal, scale, "
+    "compute)\n--\n\n"
     "Gradients of attention: (dq, dk, dv). See dcp.ops.attention_backward.");
 
 static PyObject *
@@ -197,9 +199,11 @@ ops_attention_backward(PyObject *module, PyObject *arguments)
     int causal;
     attention_arrays_t a = {0};
     dcp_attention_backward_args_t args = {0};
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOpf:attention_backward", &dout, &q, &k, &v,
-                          &out, &lse, &offsets, &key_offsets, &causal,
-                          &args.forward.scale)) {
+    const char *compute;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOpfs:attention_backward", &dout, &q, &k,
+                          &v, &out, &lse, &offsets, &key_offsets, &causal,
+                          &args.forward.scale, &compute)
+        || bind_compute(compute, &args.forward.compute) < 0) {
         return NULL;
     }
     dcp_pool_t *pool = bind_pool();

@@ -25,12 +25,20 @@ extern const attention_forward_ops_t attention_forward_ops_portable;
 #if defined(__x86_64__)
 extern const attention_forward_ops_t attention_forward_ops_avx2;
 extern const attention_forward_ops_t attention_forward_ops_avx512;
+extern const attention_forward_ops_t attention_forward_ops_avx512bf16;
 #endif
 
 static const attention_forward_ops_t *
-forward_ops(void)
+forward_ops(dcp_dtype_t compute)
 {
-    switch (dcp_isa_current()) {
+#if defined(__x86_64__)
+    if (compute == DCP_BF16 && dcp_isa_current() == DCP_ISA_AVX512BF16) {
+        return &attention_forward_ops_avx512bf16;
+    }
+#else
+    (void)compute;
+#endif
+    switch (dcp_isa_vectors()) {
 #if defined(__x86_64__)
     case DCP_ISA_AVX512:
         return &attention_forward_ops_avx512;
@@ -89,7 +97,7 @@ forward_task(void *context, int64_t task, int32_t worker)
         attention_view_t view = attention_view(args, s, task % args->kv_heads);
         int64_t end = unit->end > 0 ? unit->end : view.query_count;
         if (end > unit->first) {
-            forward_ops()->run(&view, unit->first, end, scratch);
+            forward_ops(args->compute)->run(&view, unit->first, end, scratch);
         }
     }
     return DCP_OK;
@@ -121,8 +129,9 @@ dcp_cpu_attention(dcp_pool_t *pool, const dcp_attention_args_t *args)
     }
     job.shared_bytes =
         (job.unit_count * (int64_t)sizeof(attention_unit_t) + 63) / 64 * 64;
-    job.task_bytes = forward_ops()->scratch_bytes(job.row_limit + ATTENTION_ROWS,
-                                                  group_size, args->head_dim);
+    job.task_bytes =
+        forward_ops(args->compute)
+            ->scratch_bytes(job.row_limit + ATTENTION_ROWS, group_size, args->head_dim);
     void *shared;
     DCP_TRY(dcp_pool_scratch(pool, 0, job.shared_bytes + job.task_bytes, &shared));
     job.units = shared;

@@ -31,6 +31,7 @@ typedef struct attention_view {
     int64_t head_dim;
     float scale;
     int32_t causal;
+    int32_t round; /* factors of products are rounded to bf16 */
     float *out;
     int64_t out_stride;
     float *lse;

@@ -24,12 +24,20 @@ extern const attention_backward_ops_t attention_backward_ops_portable;
 #if defined(__x86_64__)
 extern const attention_backward_ops_t attention_backward_ops_avx2;
 extern const attention_backward_ops_t attention_backward_ops_avx512;
+extern const attention_backward_ops_t attention_backward_ops_avx512bf16;
 #endif
 
 static const attention_backward_ops_t *
-backward_ops(void)
+backward_ops(dcp_dtype_t compute)
 {
-    switch (dcp_isa_current()) {
+#if defined(__x86_64__)
+    if (compute == DCP_BF16 && dcp_isa_current() == DCP_ISA_AVX512BF16) {
+        return &attention_backward_ops_avx512bf16;
+    }
+#else
+    (void)compute;
+#endif
+    switch (dcp_isa_vectors()) {
 #if defined(__x86_64__)
     case DCP_ISA_AVX512:
         return &attention_backward_ops_avx512;
@@ -143,7 +151,7 @@ backward_sequence(const attention_job_t *job, const attention_unit_t *unit,
     for (int64_t key = unit->first; key < end; key += keys) {
         int64_t segment_end = key + keys < end ? key + keys : end;
         int32_t store = (key == 0 && !view.accumulate) || unit->partial != NULL;
-        backward_ops()->run(&view, key, segment_end, store, scratch);
+        backward_ops(args->compute)->run(&view, key, segment_end, store, scratch);
     }
 }
 
@@ -284,7 +292,8 @@ dcp_cpu_attention_backward(dcp_pool_t *pool, const dcp_attention_backward_args_t
         (job.unit_count * (int64_t)sizeof(attention_unit_t) + 63) / 64 * 64;
     job.shared_bytes =
         (unit_bytes + partial_count * (int64_t)sizeof(float) + 63) / 64 * 64;
-    job.task_bytes = backward_ops()->scratch_bytes(most_keys, forward->head_dim);
+    job.task_bytes =
+        backward_ops(forward->compute)->scratch_bytes(most_keys, forward->head_dim);
     void *shared;
     DCP_TRY(dcp_pool_scratch(pool, 0, job.shared_bytes + job.task_bytes, &shared));
     job.units = shared;

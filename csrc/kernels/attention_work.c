@@ -87,6 +87,10 @@ attention_check(const dcp_attention_args_t *args, int64_t key_rows)
                         " must not be negative",
                         args->sequence_count, args->query_rows);
     }
+    if (args->compute != DCP_F32 && args->compute != DCP_BF16) {
+        return DCP_FAIL(DCP_ERR_TYPE, "compute %s must be float32 or bfloat16",
+                        dcp_dtype_name(args->compute));
+    }
     if (!isfinite(args->scale)) {
         return DCP_FAIL(DCP_ERR_ARG, "scale %g must be finite", (double)args->scale);
     }
@@ -140,6 +144,7 @@ attention_view(const dcp_attention_args_t *args, int64_t sequence, int64_t kv_he
         .head_dim = args->head_dim,
         .scale = args->scale,
         .causal = args->causal,
+        .round = args->compute == DCP_BF16,
         .out = args->out + row * args->out_stride + q_shift,
         .out_stride = args->out_stride,
         .lse = args->lse + kv_head * group_size * args->query_rows + row,

@@ -12,7 +12,8 @@
 #define HAS_X86 0
 #endif
 
-static const char *const names[DCP_ISA_COUNT] = {"portable", "avx2", "avx512"};
+static const char *const names[DCP_ISA_COUNT] = {"portable", "avx2", "avx512",
+                                                 "avx512bf16"};
 static _Atomic int current = -1;
 
 const char *
@@ -34,6 +35,9 @@ dcp_isa_available(dcp_isa_t isa)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
                && __builtin_cpu_supports("avx512dq")
                && __builtin_cpu_supports("avx512vl");
+    case DCP_ISA_AVX512BF16:
+        return dcp_isa_available(DCP_ISA_AVX512)
+               && __builtin_cpu_supports("avx512bf16");
 #endif
     default:
         return 0;
@@ -53,7 +57,8 @@ dcp_isa_set(const char *name)
             return DCP_OK;
         }
     }
-    return DCP_FAIL(DCP_ERR_ARG, "DCP_ISA \"%s\" must be one of portable, avx2, avx512",
+    return DCP_FAIL(DCP_ERR_ARG,
+                    "DCP_ISA \"%s\" must be one of portable, avx2, avx512, avx512bf16",
                     name);
 }
 
@@ -73,4 +78,11 @@ dcp_isa_current(void)
         isa = atomic_load(&current);
     }
     return (dcp_isa_t)isa;
+}
+
+dcp_isa_t
+dcp_isa_vectors(void)
+{
+    dcp_isa_t isa = dcp_isa_current();
+    return isa == DCP_ISA_AVX512BF16 ? DCP_ISA_AVX512 : isa;
 }

@@ -1,6 +1,6 @@
-/* add, row_add, zero and column_sum: checks and the cut into tasks. */
+/* add, row_add, cast, zero and column_sum: checks and the cut into tasks. */
+#include "bf16.h"
 #include "dcp/kernels.h"
-#include "rowwise.h"
 
 #include <string.h>
 
@@ -34,14 +34,17 @@ static void
 cast_elements(const void *untyped, int64_t first, int64_t last)
 {
     const dcp_cast_args_t *args = untyped;
-    const float *wide = args->x;
-    const uint16_t *narrow = args->x;
-    for (int64_t i = first; i < last; i++) {
-        if (args->to == DCP_BF16) {
-            ((uint16_t *)args->out)[i] = dcp_f32_to_bf16(wide[i]);
-        } else {
-            ((float *)args->out)[i] = dcp_bf16_to_f32(narrow[i]);
-        }
+    const bf16_ops_t *ops = ROWWISE_OPS(bf16_ops);
+    if (args->from == args->to) {
+        int64_t bytes = dcp_dtype_bytes(args->to);
+        memcpy((char *)args->out + first * bytes, (const char *)args->x + first * bytes,
+               (size_t)((last - first) * bytes));
+    } else if (args->to == DCP_BF16) {
+        ops->narrow(last - first, (const float *)args->x + first,
+                    (uint16_t *)args->out + first);
+    } else {
+        ops->widen(last - first, (const uint16_t *)args->x + first,
+                   (float *)args->out + first);
     }
 }
 
@@ -59,10 +62,6 @@ dcp_cpu_cast(dcp_pool_t *pool, const dcp_cast_args_t *args)
     }
     CHECK_POINTER("cast", x);
     CHECK_POINTER("cast", out);
-    if (from == to) {
-        memcpy(args->out, args->x, (size_t)(args->count * dcp_dtype_bytes(to)));
-        return DCP_OK;
-    }
     return rowwise_run(pool, args->count, 1, cast_elements, args);
 }
 

@@ -4,8 +4,8 @@
  * not rows: a task adds its columns of all rows in row order, so that two rows of one
  * token never race and the sum's order is fixed.
  */
+#include "bf16.h"
 #include "dcp/kernels.h"
-#include "rowwise.h"
 
 #include <string.h>
 
@@ -15,10 +15,18 @@ static void
 copy_rows(const void *untyped, int64_t first, int64_t last)
 {
     const dcp_embedding_args_t *args = untyped;
+    const bf16_ops_t *ops = ROWWISE_OPS(bf16_ops);
     int64_t width = args->width;
     for (int64_t row = first; row < last; row++) {
-        memcpy(args->out + row * width, args->weight + args->tokens[row] * width,
-               (size_t)width * sizeof(float));
+        int64_t from = args->tokens[row] * width;
+        float *to = args->out + row * width;
+        if (args->weight_bf16 != NULL) {
+            ops->widen(width, args->weight_bf16 + from, to);
+        } else if (args->round) {
+            ops->round(width, args->weight + from, to);
+        } else {
+            memcpy(to, args->weight + from, (size_t)width * sizeof(float));
+        }
     }
 }
 
@@ -37,7 +45,9 @@ dcp_cpu_embedding(dcp_pool_t *pool, const dcp_embedding_args_t *args)
     if (args->width == 0) {
         return DCP_OK;
     }
-    CHECK_POINTER("embedding", weight);
+    if (args->weight_bf16 == NULL) {
+        CHECK_POINTER("embedding", weight);
+    }
     CHECK_POINTER("embedding", out);
     return rowwise_run(pool, args->rows, args->width, copy_rows, args);
 }

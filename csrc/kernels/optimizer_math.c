@@ -13,8 +13,8 @@ check_in(const char *name, float value, float least, float most, const char *rul
     return DCP_OK;
 }
 
-dcp_status_t
-dcp_cpu_adamw(dcp_pool_t *pool, const dcp_adamw_args_t *args)
+static dcp_status_t
+check_adamw(const dcp_adamw_args_t *args)
 {
     const float below_one = 1.0f - 0x1p-24f, tiny = 0x1p-126f, huge = 3.0e38f;
     CHECK_SIZE("adamw", count);
@@ -34,7 +34,85 @@ dcp_cpu_adamw(dcp_pool_t *pool, const dcp_adamw_args_t *args)
     CHECK_POINTER("adamw", m);
     CHECK_POINTER("adamw", v);
     CHECK_POINTER("adamw", g);
+    return DCP_OK;
+}
+
+dcp_status_t
+dcp_cpu_adamw(dcp_pool_t *pool, const dcp_adamw_args_t *args)
+{
+    DCP_TRY(check_adamw(args));
     return rowwise_run(pool, args->count, 1, ROWWISE_OPS(optimizer_ops)->adamw, args);
+}
+
+/* Runs as one row of items, cut into tasks without regard to where runs end. */
+typedef struct runs_job {
+    rowwise_func_t func;
+    const char *args; /* of run r at args + r * args_bytes */
+    size_t args_bytes;
+    const int64_t *firsts; /* [run_count + 1] items before each run */
+    int64_t run_count, items_per_task;
+} runs_job_t;
+
+static dcp_status_t
+runs_task(void *context, int64_t task, int32_t worker)
+{
+    (void)worker;
+    const runs_job_t *job = context;
+    int64_t first = task * job->items_per_task, last = first + job->items_per_task;
+    int64_t run = 0, end = job->run_count; /* the last run that starts at or before */
+    while (end - run > 1) {
+        int64_t middle = run + (end - run) / 2;
+        if (job->firsts[middle] <= first) {
+            run = middle;
+        } else {
+            end = middle;
+        }
+    }
+    for (; run < job->run_count && job->firsts[run] < last; run++) {
+        int64_t from = first - job->firsts[run], to = last - job->firsts[run];
+        int64_t count = job->firsts[run + 1] - job->firsts[run];
+        job->func(job->args + (size_t)run * job->args_bytes, from > 0 ? from : 0,
+                  to < count ? to : count);
+    }
+    return DCP_OK;
+}
+
+static dcp_status_t
+run_runs(dcp_pool_t *pool, runs_job_t *job)
+{
+    int64_t per_task = job->items_per_task, items = job->firsts[job->run_count];
+    return dcp_pool_run(pool, items / per_task + (items % per_task > 0), runs_task,
+                        job);
+}
+
+enum { TASK_ELEMENTS = 32768 };
+
+dcp_status_t
+dcp_cpu_adamw_runs(dcp_pool_t *pool, const dcp_adamw_runs_args_t *args)
+{
+    CHECK_SIZE("adamw_runs", run_count);
+    if (args->run_count == 0) {
+        return DCP_OK;
+    }
+    CHECK_POINTER("adamw_runs", runs);
+    void *memory;
+    DCP_TRY(dcp_pool_scratch(pool, 0, (args->run_count + 1) * (int64_t)sizeof(int64_t),
+                             &memory));
+    int64_t *firsts = memory;
+    firsts[0] = 0;
+    for (int64_t r = 0; r < args->run_count; r++) {
+        DCP_TRY(check_adamw(&args->runs[r]));
+        firsts[r + 1] = firsts[r] + args->runs[r].count;
+    }
+    runs_job_t job = {
+        .func = ROWWISE_OPS(optimizer_ops)->adamw,
+        .args = (const char *)args->runs,
+        .args_bytes = sizeof args->runs[0],
+        .firsts = firsts,
+        .run_count = args->run_count,
+        .items_per_task = TASK_ELEMENTS,
+    };
+    return run_runs(pool, &job);
 }
 
 dcp_status_t

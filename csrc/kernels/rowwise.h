@@ -112,8 +112,8 @@ ROWWISE_TABLE_MAP(X)
 
 #if defined(__x86_64__)
 #define ROWWISE_OPS(name)                                 \
-    (dcp_isa_current() == DCP_ISA_AVX512 ? &name##_avx512 \
-     : dcp_isa_current() == DCP_ISA_AVX2 ? &name##_avx2   \
+    (dcp_isa_vectors() == DCP_ISA_AVX512 ? &name##_avx512 \
+     : dcp_isa_vectors() == DCP_ISA_AVX2 ? &name##_avx2   \
                                          : &name##_portable)
 #else
 #define ROWWISE_OPS(name) (&name##_portable)

@@ -116,9 +116,9 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
 
 /* Both panels of a weight. */
 static int64_t
-panel_bytes(int64_t out, int64_t in)
+panel_bytes(int64_t out, int64_t in, dcp_dtype_t compute)
 {
-    return dcp_gemm_pack_bytes(out, in, DCP_F32) + dcp_gemm_pack_bytes(in, out, DCP_F32)
+    return dcp_gemm_pack_bytes(out, in, compute) + dcp_gemm_pack_bytes(in, out, compute)
            + 2 * BLOCK_BYTES;
 }
 
@@ -146,9 +146,10 @@ dcp_model_pass_bytes(const dcp_transformer1d_config_t *config, int64_t token_cou
     dcp_layer_set_sizes(config, &layer);
     dcp_layer_linears(&layer, linears);
     for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
-        bytes +=
-            config->num_hidden_layers * panel_bytes(linears[j]->out, linears[j]->in);
+        bytes += config->num_hidden_layers
+                 * panel_bytes(linears[j]->out, linears[j]->in, config->compute_dtype);
     }
-    bytes += panel_bytes(config->vocab_size, config->hidden_size);
-    return bytes;
+    bytes +=
+        panel_bytes(config->vocab_size, config->hidden_size, config->compute_dtype);
+    return bytes + dcp_model_rounded_bytes(config);
 }

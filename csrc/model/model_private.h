@@ -39,26 +39,39 @@ typedef enum dcp_layer_slot {
 bool dcp_model_slot_present(const dcp_transformer1d_config_t *config,
                             dcp_layer_slot_t slot);
 
+/* A 1-D tensor: a norm's weight or a bias. */
+typedef struct dcp_vector {
+    int64_t count;               /* 0: the model has none */
+    const float *weight;         /* borrowed; NULL: none, or in bf16 */
+    const uint16_t *weight_bf16; /* borrowed; read instead */
+    float *gradient;             /* borrowed; NULL: not wanted */
+    float *rounded; /* of the model's memory, [count]; compute_dtype bf16 */
+    bool fresh;     /* `rounded` holds the present weight */
+} dcp_vector_t;
+
 /* y = x W^T + bias. W is [out, in], as Hugging Face stores it. */
 typedef struct dcp_linear {
     int64_t out, in;
-    const float *weight, *bias; /* borrowed; bias NULL: none */
-    float *dweight, *dbias;     /* borrowed; NULL: not wanted */
-    void *packed_forward;       /* owned by the model; panels of W^T, NULL: not yet */
-    void *packed_backward;      /* owned; panels of W */
+    const float *weight;         /* borrowed; NULL: in bf16 */
+    const uint16_t *weight_bf16; /* borrowed; read instead */
+    float *dweight;              /* borrowed; NULL: not wanted */
+    dcp_vector_t bias;
+    void *packed_forward;  /* owned by the model; panels of W^T, NULL: not yet */
+    void *packed_backward; /* owned; panels of W */
     bool forward_fresh, backward_fresh; /* the panels hold the present weights */
 } dcp_linear_t;
 
 typedef struct dcp_layer {
-    const float *input_norm, *post_norm;
-    float *dinput_norm, *dpost_norm;
+    dcp_vector_t input_norm, post_norm;
     dcp_linear_t q, k, v, o, gate, up, down;
 } dcp_layer_t;
 
-enum { DCP_LINEARS_PER_LAYER = 7 };
+enum { DCP_LINEARS_PER_LAYER = 7, DCP_VECTORS_PER_LAYER = 9 };
 void dcp_layer_linears(dcp_layer_t *layer,
                        dcp_linear_t *linears[DCP_LINEARS_PER_LAYER]);
-/* A layer with the sizes of its linears and nothing bound. */
+void dcp_layer_vectors(dcp_layer_t *layer,
+                       dcp_vector_t *vectors[DCP_VECTORS_PER_LAYER]);
+/* A layer with the sizes of its tensors and nothing bound. */
 void dcp_layer_set_sizes(const dcp_transformer1d_config_t *config, dcp_layer_t *layer);
 
 /* Device memory of one pass over T tokens; all of it lies in one arena.
@@ -115,11 +128,15 @@ struct dcp_model {
     dcp_pool_t *pool;               /* borrowed */
     dcp_queue_t *queue;             /* owned */
     int64_t tensor_count;
-    bool bound, trainable; /* weights are bound; gradients too */
-    const float *embedding, *final_norm;
-    float *dembedding, *dfinal_norm;
+    bool bound, trainable;  /* weights are bound; gradients too */
+    const float *embedding; /* NULL: in bf16 */
+    const uint16_t *embedding_bf16;
+    float *dembedding;
+    dcp_vector_t final_norm;
     dcp_layer_t *layers; /* owned, [num_hidden_layers] */
     dcp_linear_t head;   /* the embedding where tied */
+    void *rounded;       /* owned, device: all vectors'; NULL: compute_dtype fp32 */
+    uint16_t *narrow;    /* in it: on the way from a vector to its rounded copy */
     int64_t panel_layer; /* has the packed copies, where only one layer's are kept */
     void *arena;         /* device; owned unless `arena_lent`; NULL: none yet */
     int64_t arena_bytes;
@@ -157,6 +174,19 @@ int64_t dcp_model_beside_bytes(const dcp_transformer1d_config_t *config,
 dcp_status_t dcp_pass_begin(dcp_model_t *model, const dcp_batch_t *batch, bool training,
                             dcp_pass_t *pass_p);
 
+/* The copies that a pass reads instead of the weights: model_copies.c. */
+/* Bytes of the rounded 1-D tensors; 0 with compute_dtype fp32. */
+int64_t dcp_model_rounded_bytes(const dcp_transformer1d_config_t *config);
+dcp_status_t dcp_model_create_rounded(dcp_model_t *model);
+void dcp_model_destroy_copies(dcp_model_t *model);
+/* What a pass reads of a 1-D tensor, made now where it is stale; NULL where there is
+ * none. */
+dcp_status_t dcp_vector_values(dcp_model_t *model, dcp_vector_t *vector,
+                               const float **values_p);
+/* Makes the panels of W^T, or of W, where they are stale. */
+dcp_status_t dcp_linear_pack_forward(dcp_model_t *model, dcp_linear_t *linear);
+dcp_status_t dcp_linear_pack_backward(dcp_model_t *model, dcp_linear_t *linear);
+
 /* y [T, out] (row stride ldy) = x W^T + bias, or + add. */
 dcp_status_t dcp_linear_forward(dcp_model_t *model, dcp_linear_t *linear,
                                 int64_t row_count, const float *x, float *y,
@@ -182,7 +212,7 @@ void dcp_model_attention_args(const dcp_model_t *model, const dcp_pass_t *pass,
 
 /* y = RMSNorm(x). */
 dcp_status_t dcp_model_norm(dcp_model_t *model, int64_t row_count, const float *x,
-                            const float *weight, float *y, float *rstd);
+                            dcp_vector_t *weight, float *y, float *rstd);
 
 /* Before and after the use of a group of tensors (dcp_model_hooks_t). */
 dcp_status_t dcp_model_enter(dcp_model_t *model, int64_t group, int32_t backward);

@@ -117,6 +117,10 @@ dcp_transformer1d_check(const dcp_transformer1d_config_t *config)
         return DCP_FAIL(DCP_ERR_ARG, "dropout %g must be at least 0 and below 1",
                         config->dropout);
     }
+    if (config->compute_dtype != DCP_F32 && config->compute_dtype != DCP_BF16) {
+        return DCP_FAIL(DCP_ERR_ARG, "compute_dtype %s must be float32 or bfloat16",
+                        dcp_dtype_name(config->compute_dtype));
+    }
     if (!(config->initializer_range >= 0) || !(config->initializer_range <= 1)) {
         return DCP_FAIL(DCP_ERR_ARG, "initializer_range %g must lie in 0..1",
                         config->initializer_range);

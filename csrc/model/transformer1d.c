@@ -18,33 +18,6 @@
 
 enum { LABEL_IGNORED = -100 };
 
-void
-dcp_layer_linears(dcp_layer_t *layer, dcp_linear_t *linears[DCP_LINEARS_PER_LAYER])
-{
-    linears[0] = &layer->q;
-    linears[1] = &layer->k;
-    linears[2] = &layer->v;
-    linears[3] = &layer->o;
-    linears[4] = &layer->gate;
-    linears[5] = &layer->up;
-    linears[6] = &layer->down;
-}
-
-void
-dcp_layer_set_sizes(const dcp_transformer1d_config_t *config, dcp_layer_t *layer)
-{
-    int64_t h = config->hidden_size, f = config->intermediate_size;
-    int64_t q = config->num_attention_heads * config->head_dim;
-    int64_t kv = config->num_key_value_heads * config->head_dim;
-    layer->q = (dcp_linear_t){.out = q, .in = h};
-    layer->k = (dcp_linear_t){.out = kv, .in = h};
-    layer->v = (dcp_linear_t){.out = kv, .in = h};
-    layer->o = (dcp_linear_t){.out = h, .in = q};
-    layer->gate = (dcp_linear_t){.out = f, .in = h};
-    layer->up = (dcp_linear_t){.out = f, .in = h};
-    layer->down = (dcp_linear_t){.out = h, .in = f};
-}
-
 dcp_status_t
 dcp_model_create(const dcp_transformer1d_config_t *config,
                  const dcp_device_ops_t *device, dcp_pool_t *pool,
@@ -75,25 +48,25 @@ dcp_model_create(const dcp_transformer1d_config_t *config,
         dcp_layer_set_sizes(config, &model->layers[i]);
     }
     model->head = (dcp_linear_t){.out = config->vocab_size, .in = config->hidden_size};
+    model->final_norm = (dcp_vector_t){.count = config->hidden_size};
     status = device->queue_create(pool, &model->queue);
     if (status != DCP_OK) {
         goto err_layers;
     }
+    status = dcp_model_create_rounded(model);
+    if (status != DCP_OK) {
+        goto err_queue;
+    }
     *model_p = model;
     return DCP_OK;
 
+err_queue:
+    device->queue_destroy(model->queue);
 err_layers:
     dcp_free(model->layers);
 err_model:
     dcp_free(model);
     return status;
-}
-
-static void
-free_panels(dcp_model_t *model, dcp_linear_t *linear)
-{
-    model->device->free(model->queue, linear->packed_forward);
-    model->device->free(model->queue, linear->packed_backward);
 }
 
 void
@@ -102,64 +75,13 @@ dcp_model_destroy(dcp_model_t *model)
     if (model == NULL) {
         return;
     }
-    dcp_linear_t *linears[DCP_LINEARS_PER_LAYER];
-    for (int64_t i = 0; i < model->config.num_hidden_layers; i++) {
-        dcp_layer_linears(&model->layers[i], linears);
-        for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
-            free_panels(model, linears[j]);
-        }
-    }
-    free_panels(model, &model->head);
+    dcp_model_destroy_copies(model);
     dcp_model_set_arena(model, NULL, 0);
     model->device->free(model->queue, model->rope_table);
     model->device->queue_destroy(model->queue);
     dcp_free(model->staging);
     dcp_free(model->layers);
     dcp_free(model);
-}
-
-void
-dcp_model_weights_changed(dcp_model_t *model)
-{
-    dcp_linear_t *linears[DCP_LINEARS_PER_LAYER];
-    for (int64_t i = 0; i < model->config.num_hidden_layers; i++) {
-        dcp_layer_linears(&model->layers[i], linears);
-        for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
-            linears[j]->forward_fresh = linears[j]->backward_fresh = false;
-        }
-    }
-    model->head.forward_fresh = model->head.backward_fresh = false;
-}
-
-static void
-swap_panels(dcp_linear_t *a, dcp_linear_t *b)
-{
-    void *forward = a->packed_forward, *backward = a->packed_backward;
-    a->packed_forward = b->packed_forward;
-    a->packed_backward = b->packed_backward;
-    b->packed_forward = forward;
-    b->packed_backward = backward;
-}
-
-void
-dcp_model_group_changed(dcp_model_t *model, int32_t group)
-{
-    int64_t layers = model->config.num_hidden_layers, layer = (int64_t)group - 1;
-    if (layer >= 0 && layer < layers) {
-        dcp_linear_t *own[DCP_LINEARS_PER_LAYER], *other[DCP_LINEARS_PER_LAYER];
-        dcp_layer_linears(&model->layers[layer], own);
-        dcp_layer_linears(&model->layers[model->panel_layer], other);
-        for (int j = 0; j < DCP_LINEARS_PER_LAYER; j++) {
-            if (layer != model->panel_layer) {
-                swap_panels(own[j], other[j]);
-                other[j]->forward_fresh = other[j]->backward_fresh = false;
-            }
-            own[j]->forward_fresh = own[j]->backward_fresh = false;
-        }
-        model->panel_layer = layer;
-    } else if ((layer < 0) == (model->config.tie_word_embeddings != 0)) {
-        model->head.forward_fresh = model->head.backward_fresh = false;
-    }
 }
 
 void
@@ -218,68 +140,94 @@ dcp_model_set_arena(dcp_model_t *model, void *arena, int64_t bytes)
 
 /* Hands out the pointers of bind in model order. */
 typedef struct cursor {
-    float *const *weights;
-    float *const *gradients; /* or NULL */
+    float *const *weights;               /* or NULL */
+    const uint16_t *const *weights_bf16; /* or NULL */
+    float *const *gradients;             /* or NULL */
     int64_t next;
 } cursor_t;
 
 static void
-take_tensor(cursor_t *cursor, const float **weight, float **gradient)
+take_tensor(cursor_t *cursor, const float **weight, const uint16_t **weight_bf16,
+            float **gradient)
 {
-    *weight = cursor->weights[cursor->next];
-    *gradient = cursor->gradients != NULL ? cursor->gradients[cursor->next] : NULL;
-    cursor->next++;
+    int64_t i = cursor->next++;
+    *weight = cursor->weights != NULL ? cursor->weights[i] : NULL;
+    *weight_bf16 = cursor->weights_bf16 != NULL ? cursor->weights_bf16[i] : NULL;
+    *gradient = cursor->gradients != NULL ? cursor->gradients[i] : NULL;
 }
 
 static void
-take_linear(cursor_t *cursor, dcp_linear_t *linear, bool bias)
+take_vector(cursor_t *cursor, dcp_vector_t *vector)
 {
-    take_tensor(cursor, &linear->weight, &linear->dweight);
-    linear->bias = NULL;
-    linear->dbias = NULL;
-    if (bias) {
-        take_tensor(cursor, &linear->bias, &linear->dbias);
+    if (vector->count > 0) {
+        take_tensor(cursor, &vector->weight, &vector->weight_bf16, &vector->gradient);
     }
 }
 
-dcp_status_t
-dcp_model_bind(dcp_model_t *model, float *const *weights, float *const *gradients)
+static void
+take_linear(cursor_t *cursor, dcp_linear_t *linear)
+{
+    take_tensor(cursor, &linear->weight, &linear->weight_bf16, &linear->dweight);
+    take_vector(cursor, &linear->bias);
+}
+
+static dcp_status_t
+bind(dcp_model_t *model, cursor_t cursor)
 {
     const dcp_transformer1d_config_t *config = &model->config;
     for (int64_t i = 0; i < model->tensor_count; i++) {
-        if (weights[i] == NULL) {
+        if (cursor.weights != NULL ? cursor.weights[i] == NULL
+                                   : cursor.weights_bf16[i] == NULL) {
             dcp_model_tensor_t tensor;
             DCP_TRY(dcp_model_tensor_get(config, i, &tensor));
             return DCP_FAIL(DCP_ERR_ARG, "weights[%" PRId64 "] (%s) must not be NULL",
                             i, tensor.name);
         }
     }
-    bool attention_bias = config->attention_bias != 0, mlp_bias = config->mlp_bias != 0;
-    cursor_t cursor = {.weights = weights, .gradients = gradients};
-    take_tensor(&cursor, &model->embedding, &model->dembedding);
+    take_tensor(&cursor, &model->embedding, &model->embedding_bf16, &model->dembedding);
     for (int64_t i = 0; i < config->num_hidden_layers; i++) {
         dcp_layer_t *layer = &model->layers[i];
-        take_tensor(&cursor, &layer->input_norm, &layer->dinput_norm);
-        take_linear(&cursor, &layer->q, attention_bias);
-        take_linear(&cursor, &layer->k, attention_bias);
-        take_linear(&cursor, &layer->v, attention_bias);
-        take_linear(&cursor, &layer->o, attention_bias);
-        take_tensor(&cursor, &layer->post_norm, &layer->dpost_norm);
-        take_linear(&cursor, &layer->gate, mlp_bias);
-        take_linear(&cursor, &layer->up, mlp_bias);
-        take_linear(&cursor, &layer->down, mlp_bias);
+        take_vector(&cursor, &layer->input_norm);
+        take_linear(&cursor, &layer->q);
+        take_linear(&cursor, &layer->k);
+        take_linear(&cursor, &layer->v);
+        take_linear(&cursor, &layer->o);
+        take_vector(&cursor, &layer->post_norm);
+        take_linear(&cursor, &layer->gate);
+        take_linear(&cursor, &layer->up);
+        take_linear(&cursor, &layer->down);
     }
-    take_tensor(&cursor, &model->final_norm, &model->dfinal_norm);
+    take_vector(&cursor, &model->final_norm);
     if (config->tie_word_embeddings) {
         model->head.weight = model->embedding;
+        model->head.weight_bf16 = model->embedding_bf16;
         model->head.dweight = model->dembedding;
     } else {
-        take_linear(&cursor, &model->head, false);
+        take_linear(&cursor, &model->head);
     }
     model->bound = true;
-    model->trainable = gradients != NULL;
+    model->trainable = cursor.gradients != NULL;
     dcp_model_weights_changed(model);
     return DCP_OK;
+}
+
+dcp_status_t
+dcp_model_bind(dcp_model_t *model, float *const *weights, float *const *gradients)
+{
+    return bind(model, (cursor_t){.weights = weights, .gradients = gradients});
+}
+
+dcp_status_t
+dcp_model_bind_bf16(dcp_model_t *model, const uint16_t *const *weights,
+                    float *const *gradients)
+{
+    if (model->config.compute_dtype != DCP_BF16) {
+        return DCP_FAIL(
+            DCP_ERR_STATE,
+            "weights in bf16 need compute_dtype bfloat16, this model's is %s",
+            dcp_dtype_name(model->config.compute_dtype));
+    }
+    return bind(model, (cursor_t){.weights_bf16 = weights, .gradients = gradients});
 }
 
 static dcp_status_t

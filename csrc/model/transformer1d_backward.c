@@ -25,19 +25,21 @@ branch_gradient(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
 /* dx += gradient through the norm whose output's gradient is pass->dnorm. */
 static dcp_status_t
 backward_norm(dcp_model_t *model, const dcp_pass_t *pass, const float *x,
-              const float *weight, const float *rstd, bool first, float *dweight)
+              dcp_vector_t *weight, const float *rstd, bool first)
 {
+    const float *values;
+    DCP_TRY(dcp_vector_values(model, weight, &values));
     return model->device->norm_backward(
         model->queue, &(dcp_norm_backward_args_t){.kind = DCP_NORM_RMS,
                                                   .rows = pass->token_count,
                                                   .width = model->config.hidden_size,
                                                   .dy = pass->dnorm,
                                                   .x = x,
-                                                  .weight = weight,
+                                                  .weight = values,
                                                   .rstd = rstd,
                                                   .add = first ? NULL : pass->dx,
                                                   .dx = pass->dx,
-                                                  .dweight = dweight});
+                                                  .dweight = weight->gradient});
 }
 
 static dcp_status_t
@@ -65,7 +67,7 @@ backward_mlp(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed, int64_t 
                                                     .dup_stride = f,
                                                     .out = pass->inner}));
     DCP_TRY(dcp_linear_backward_weight(model, &layer->down, rows, dy, h, pass->inner));
-    DCP_TRY(dcp_model_norm(model, rows, kept->x_middle, layer->post_norm, pass->norm,
+    DCP_TRY(dcp_model_norm(model, rows, kept->x_middle, &layer->post_norm, pass->norm,
                            kept->post_rstd));
     DCP_TRY(dcp_linear_backward_weight(model, &layer->gate, rows, kept->gate, f,
                                        pass->norm));
@@ -75,8 +77,8 @@ backward_mlp(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed, int64_t 
                                       pass->dnorm, NULL));
     DCP_TRY(dcp_linear_backward_input(model, &layer->up, rows, kept->up, f, pass->dnorm,
                                       pass->dnorm));
-    return backward_norm(model, pass, kept->x_middle, layer->post_norm, kept->post_rstd,
-                         false, layer->dpost_norm);
+    return backward_norm(model, pass, kept->x_middle, &layer->post_norm,
+                         kept->post_rstd, false);
 }
 
 /* From dqkv, the gradient of the attention's inputs before rotation, to q, k, v's
@@ -90,7 +92,7 @@ backward_qkv(dcp_model_t *model, const dcp_pass_t *pass, dcp_layer_t *layer,
     int64_t kv_heads = model->config.num_key_value_heads;
     int64_t stride = (heads + 2 * kv_heads) * d;
     const float *dk = pass->dqkv + heads * d, *dv = dk + kv_heads * d;
-    DCP_TRY(dcp_model_norm(model, rows, kept->x, layer->input_norm, pass->norm,
+    DCP_TRY(dcp_model_norm(model, rows, kept->x, &layer->input_norm, pass->norm,
                            kept->input_rstd));
     DCP_TRY(dcp_linear_backward_weight(model, &layer->q, rows, pass->dqkv, stride,
                                        pass->norm));
@@ -143,8 +145,8 @@ backward_attention(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
                                                    .table = model->rope_table,
                                                    .inverse = 1}));
     DCP_TRY(backward_qkv(model, pass, layer, kept));
-    return backward_norm(model, pass, kept->x, layer->input_norm, kept->input_rstd,
-                         false, layer->dinput_norm);
+    return backward_norm(model, pass, kept->x, &layer->input_norm, kept->input_rstd,
+                         false);
 }
 
 dcp_status_t
@@ -154,8 +156,8 @@ dcp_model_run_backward(dcp_model_t *model, const dcp_pass_t *pass,
     const dcp_transformer1d_config_t *config = &model->config;
     dcp_kept_t kept;
     dcp_pass_kept(config, pass, config->num_hidden_layers - 1, &kept);
-    DCP_TRY(backward_norm(model, pass, kept.x_next, model->final_norm, pass->final_rstd,
-                          true, model->dfinal_norm));
+    DCP_TRY(backward_norm(model, pass, kept.x_next, &model->final_norm,
+                          pass->final_rstd, true));
     DCP_TRY(dcp_model_leave(model, 1 + config->num_hidden_layers, 1));
     for (int64_t i = config->num_hidden_layers - 1; i >= 0; i--) {
         dcp_pass_kept(config, pass, i, &kept);

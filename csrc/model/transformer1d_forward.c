@@ -10,79 +10,51 @@
  *
  * q, k and v share one buffer [T, (H + 2 K) D]: three products write it side by side,
  * rotary positions turn q and k in one call, attention reads it with strides. Residual
- * additions happen in the products. Each weight is packed at most twice between two
- * changes of the weights: for y = x W^T and for dx = dy W. */
+ * additions happen in the products. */
 #include "model_private.h"
 
 #include <math.h>
-
-/* Panels of op(weight), made again in place where they are stale. */
-static dcp_status_t
-pack(dcp_model_t *model, const dcp_gemm_pack_args_t *args, void **packed, bool *fresh)
-{
-    if (*fresh) {
-        return DCP_OK;
-    }
-    if (*packed == NULL) {
-        DCP_TRY(model->device->alloc(
-            model->queue,
-            model->device->gemm_pack_bytes(args->n, args->k, args->compute),
-            "packed weight", packed));
-    }
-    dcp_gemm_pack_args_t full = *args;
-    full.packed = *packed;
-    DCP_TRY(model->device->gemm_pack(model->queue, &full));
-    *fresh = true;
-    return DCP_OK;
-}
 
 dcp_status_t
 dcp_linear_forward(dcp_model_t *model, dcp_linear_t *linear, int64_t row_count,
                    const float *x, float *y, int64_t ldy, const float *add)
 {
-    const dcp_gemm_pack_args_t panels = {.n = linear->out,
+    const float *bias;
+    DCP_TRY(dcp_linear_pack_forward(model, linear));
+    DCP_TRY(dcp_vector_values(model, &linear->bias, &bias));
+    return model->device->gemm(
+        model->queue, &(dcp_gemm_args_t){.m = row_count,
+                                         .n = linear->out,
                                          .k = linear->in,
-                                         .b = linear->weight,
-                                         .ldb = linear->in,
-                                         .trans_b = 1};
-    DCP_TRY(pack(model, &panels, &linear->packed_forward, &linear->forward_fresh));
-    return model->device->gemm(model->queue,
-                               &(dcp_gemm_args_t){.m = row_count,
-                                                  .n = linear->out,
-                                                  .k = linear->in,
-                                                  .a = x,
-                                                  .lda = linear->in,
-                                                  .b = linear->weight,
-                                                  .ldb = linear->in,
-                                                  .b_packed = linear->packed_forward,
-                                                  .c = y,
-                                                  .ldc = ldy,
-                                                  .add = add,
-                                                  .ld_add = linear->out,
-                                                  .bias = linear->bias,
-                                                  .trans_b = 1});
+                                         .a = x,
+                                         .lda = linear->in,
+                                         .b_packed = linear->packed_forward,
+                                         .c = y,
+                                         .ldc = ldy,
+                                         .add = add,
+                                         .ld_add = linear->out,
+                                         .bias = bias,
+                                         .trans_b = 1,
+                                         .compute = model->config.compute_dtype});
 }
 
 dcp_status_t
 dcp_linear_backward_input(dcp_model_t *model, dcp_linear_t *linear, int64_t row_count,
                           const float *dy, int64_t ld_dy, float *dx, const float *add)
 {
-    const dcp_gemm_pack_args_t panels = {
-        .n = linear->in, .k = linear->out, .b = linear->weight, .ldb = linear->in};
-    DCP_TRY(pack(model, &panels, &linear->packed_backward, &linear->backward_fresh));
-    return model->device->gemm(model->queue,
-                               &(dcp_gemm_args_t){.m = row_count,
-                                                  .n = linear->in,
-                                                  .k = linear->out,
-                                                  .a = dy,
-                                                  .lda = ld_dy,
-                                                  .b = linear->weight,
-                                                  .ldb = linear->in,
-                                                  .b_packed = linear->packed_backward,
-                                                  .c = dx,
-                                                  .ldc = linear->in,
-                                                  .add = add,
-                                                  .ld_add = linear->in});
+    DCP_TRY(dcp_linear_pack_backward(model, linear));
+    return model->device->gemm(
+        model->queue, &(dcp_gemm_args_t){.m = row_count,
+                                         .n = linear->in,
+                                         .k = linear->out,
+                                         .a = dy,
+                                         .lda = ld_dy,
+                                         .b_packed = linear->packed_backward,
+                                         .c = dx,
+                                         .ldc = linear->in,
+                                         .add = add,
+                                         .ld_add = linear->in,
+                                         .compute = model->config.compute_dtype});
 }
 
 dcp_status_t
@@ -91,26 +63,27 @@ dcp_linear_backward_weight(dcp_model_t *model, const dcp_linear_t *linear,
                            const float *x)
 {
     if (linear->dweight != NULL) {
-        DCP_TRY(
-            model->device->gemm(model->queue, &(dcp_gemm_args_t){.m = linear->out,
-                                                                 .n = linear->in,
-                                                                 .k = row_count,
-                                                                 .a = dy,
-                                                                 .lda = ld_dy,
-                                                                 .trans_a = 1,
-                                                                 .b = x,
-                                                                 .ldb = linear->in,
-                                                                 .c = linear->dweight,
-                                                                 .ldc = linear->in,
-                                                                 .accumulate = 1}));
+        DCP_TRY(model->device->gemm(
+            model->queue, &(dcp_gemm_args_t){.m = linear->out,
+                                             .n = linear->in,
+                                             .k = row_count,
+                                             .a = dy,
+                                             .lda = ld_dy,
+                                             .trans_a = 1,
+                                             .b = x,
+                                             .ldb = linear->in,
+                                             .c = linear->dweight,
+                                             .ldc = linear->in,
+                                             .accumulate = 1,
+                                             .compute = model->config.compute_dtype}));
     }
-    if (linear->dbias != NULL) {
+    if (linear->bias.gradient != NULL) {
         DCP_TRY(model->device->column_sum(
             model->queue, &(dcp_column_sum_args_t){.rows = row_count,
                                                    .width = linear->out,
                                                    .x = dy,
                                                    .x_stride = ld_dy,
-                                                   .out = linear->dbias}));
+                                                   .out = linear->bias.gradient}));
     }
     return DCP_OK;
 }
@@ -135,14 +108,16 @@ dcp_model_dropout(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
 
 dcp_status_t
 dcp_model_norm(dcp_model_t *model, int64_t row_count, const float *x,
-               const float *weight, float *y, float *rstd)
+               dcp_vector_t *weight, float *y, float *rstd)
 {
+    const float *values;
+    DCP_TRY(dcp_vector_values(model, weight, &values));
     return model->device->norm(
         model->queue, &(dcp_norm_args_t){.kind = DCP_NORM_RMS,
                                          .rows = row_count,
                                          .width = model->config.hidden_size,
                                          .x = x,
-                                         .weight = weight,
+                                         .weight = values,
                                          .eps = (float)model->config.rms_norm_eps,
                                          .y = y,
                                          .rstd = rstd});
@@ -172,7 +147,7 @@ forward_attention(dcp_model_t *model, const dcp_pass_t *pass, uint64_t seed,
     int64_t heads = config->num_attention_heads, kv_heads = config->num_key_value_heads;
     int64_t stride = (heads + 2 * kv_heads) * d;
     float *k = kept->qkv + heads * d, *v = k + kv_heads * d;
-    DCP_TRY(dcp_model_norm(model, rows, kept->x, layer->input_norm, pass->norm,
+    DCP_TRY(dcp_model_norm(model, rows, kept->x, &layer->input_norm, pass->norm,
                            kept->input_rstd));
     DCP_TRY(dcp_linear_forward(model, &layer->q, rows, pass->norm, kept->qkv, stride,
                                NULL));
@@ -203,7 +178,7 @@ forward_inner(dcp_model_t *model, const dcp_pass_t *pass, int64_t index,
 {
     dcp_layer_t *layer = &model->layers[index];
     int64_t rows = pass->token_count, f = model->config.intermediate_size;
-    DCP_TRY(dcp_model_norm(model, rows, kept->x_middle, layer->post_norm, pass->norm,
+    DCP_TRY(dcp_model_norm(model, rows, kept->x_middle, &layer->post_norm, pass->norm,
                            kept->post_rstd));
     DCP_TRY(
         dcp_linear_forward(model, &layer->gate, rows, pass->norm, kept->gate, f, NULL));
@@ -254,7 +229,8 @@ dcp_model_attention_args(const dcp_model_t *model, const dcp_pass_t *pass,
                                      .head_dim = d,
                                      .scale = (float)(1 / sqrt((double)d)),
                                      .out = kept->attn,
-                                     .lse = kept->lse};
+                                     .lse = kept->lse,
+                                     .compute = model->config.compute_dtype};
 }
 
 dcp_status_t
@@ -280,12 +256,15 @@ dcp_model_run_forward(dcp_model_t *model, const dcp_pass_t *pass, uint64_t dropo
     dcp_pass_kept(config, pass, 0, &kept);
     DCP_TRY(dcp_model_enter(model, 0, 0));
     DCP_TRY(model->device->embedding(
-        model->queue, &(dcp_embedding_args_t){.rows = pass->token_count,
-                                              .width = config->hidden_size,
-                                              .vocab = config->vocab_size,
-                                              .tokens = pass->tokens,
-                                              .weight = model->embedding,
-                                              .out = kept.x}));
+        model->queue,
+        &(dcp_embedding_args_t){.rows = pass->token_count,
+                                .width = config->hidden_size,
+                                .vocab = config->vocab_size,
+                                .tokens = pass->tokens,
+                                .weight = model->embedding,
+                                .out = kept.x,
+                                .weight_bf16 = model->embedding_bf16,
+                                .round = config->compute_dtype == DCP_BF16}));
     DCP_TRY(dcp_model_leave(model, 0, 0));
     for (int64_t i = 0; i < config->num_hidden_layers; i++) {
         dcp_pass_kept(config, pass, i, &kept);
@@ -295,6 +274,6 @@ dcp_model_run_forward(dcp_model_t *model, const dcp_pass_t *pass, uint64_t dropo
         DCP_TRY(dcp_model_leave(model, 1 + i, 0));
     }
     DCP_TRY(dcp_model_enter(model, 1 + config->num_hidden_layers, 0));
-    return dcp_model_norm(model, pass->token_count, kept.x_next, model->final_norm,
+    return dcp_model_norm(model, pass->token_count, kept.x_next, &model->final_norm,
                           pass->norm, pass->final_rstd);
 }

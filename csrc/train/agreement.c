@@ -48,6 +48,7 @@ hash_model(const dcp_transformer1d_config_t *config)
         config->tie_word_embeddings != 0,
         config->attention_bias != 0,
         config->mlp_bias != 0,
+        (int64_t)config->compute_dtype,
     };
     const double reals[] = {
         config->rope_theta,
@@ -57,6 +58,16 @@ hash_model(const dcp_transformer1d_config_t *config)
     };
     uint64_t hash = hash_bytes(hash_start, integers, sizeof integers);
     return hash_bytes(hash, reals, sizeof reals);
+}
+
+int64_t
+train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
+{
+    const double reals[] = {args->lr, args->clip};
+    uint64_t rules =
+        sharded->optimizer != NULL ? dcp_optimizer_rules_hash(sharded->optimizer) : 0;
+    uint64_t hash = hash_bytes(hash_start, reals, sizeof reals);
+    return (int64_t)hash_bytes(hash, &rules, sizeof rules);
 }
 
 static dcp_status_t

@@ -9,7 +9,8 @@
  * passes.
  * Cost of a pass: P parameters forward and the layers' again backward, each rank
  * receives (W - 1) / W of it; memory beside the shard: the largest group, and a tied
- * embedding.
+ * embedding. With compute_dtype bf16 places hold bf16: half of both; every rank rounds
+ * its shard on the way out.
  */
 #include "train_private.h"
 
@@ -37,19 +38,16 @@ train_group_elements(const dcp_sharded_t *sharded, int32_t group)
 dcp_status_t
 train_gather_create(dcp_sharded_t *sharded)
 {
-    void *memory;
-    int64_t item = (int64_t)sizeof(float);
+    int64_t item = dcp_dtype_bytes(sharded->config.compute_dtype);
     sharded->gathered_group = -1;
     if (!sharded->no_windows) {
         return DCP_OK;
     }
     DCP_TRY(dcp_alloc_array(train_largest_group(sharded), item, "weights of a group",
-                            &memory));
-    sharded->gathered = memory;
+                            &sharded->gathered));
     if (sharded->config.tie_word_embeddings) {
         DCP_TRY(dcp_alloc_array(train_group_elements(sharded, 0), item,
-                                "weights of the embedding", &memory));
-        sharded->embedding = memory;
+                                "weights of the embedding", &sharded->embedding));
     }
     return DCP_OK;
 }
@@ -68,11 +66,21 @@ train_gather_forget(dcp_sharded_t *sharded)
     sharded->embedding_gathered = 0;
 }
 
-float *
+void *
 train_group_weights(const dcp_sharded_t *sharded, int32_t group)
 {
     return group == 0 && sharded->embedding != NULL ? sharded->embedding
                                                     : sharded->gathered;
+}
+
+static dcp_status_t
+gather(dcp_sharded_t *sharded, int32_t group)
+{
+    dcp_dbuffer_t *weights = sharded->buffers[DCP_SHARDED_WEIGHTS];
+    void *place = train_group_weights(sharded, group);
+    return sharded->config.compute_dtype == DCP_BF16
+               ? dcp_dbuffer_gather_bf16(weights, group, place)
+               : dcp_dbuffer_gather(weights, group, place);
 }
 
 dcp_status_t
@@ -88,14 +96,15 @@ train_gather_enter(dcp_sharded_t *sharded, dcp_queue_t *queue, int32_t group,
     }
     /* the queue may still read what lies there */
     DCP_TRY(sharded->device->fence(queue));
-    DCP_TRY(dcp_dbuffer_gather(sharded->buffers[DCP_SHARDED_WEIGHTS], group,
-                               train_group_weights(sharded, group)));
+    DCP_TRY(gather(sharded, group));
     dcp_model_group_changed(sharded->model, group);
     if (own_place) {
         sharded->embedding_gathered = 1;
     } else {
         sharded->gathered_group = group;
     }
-    sharded->gathered_bytes += train_received_bytes(sharded, group);
+    sharded->gathered_bytes += (dcp_comm_size(sharded->comm) - 1)
+                               * dcp_dbuffer_layout_group(sharded->layout, group).shard
+                               * dcp_dtype_bytes(sharded->config.compute_dtype);
     return DCP_OK;
 }

@@ -1,14 +1,14 @@
-/* Owns what one rank needs to train: the layout of the parameters over ranks, four
- * DBuffers (weights, gradients, AdamW's two moments) and the model bound to views of
- * them.
+/* Owns what one rank needs to train: the layout of the parameters over ranks, two
+ * DBuffers (weights, gradients), the model bound to views of them, and an optimizer
+ * with the state of this rank's shard (train_optimizer.c).
  *
- * Weights and moments are SHARED buffers: one copy on a machine, each rank writes its
- * shard. Gradients are PRIVATE: every rank holds a full one (reduce = step), so memory
- * on a machine is 4 bytes a parameter for weights, 8 for moments, and 4 a rank for
- * gradients. Two settings, free of each other, change that:
+ * Weights are a SHARED buffer: one copy on a machine, each rank writes its shard.
+ * Gradients are PRIVATE: every rank holds a full one (reduce = step), so memory on a
+ * machine is 4 bytes a parameter for weights, the optimizer's for its state, and 4 a
+ * rank for gradients. Two settings, free of each other, change that:
  *
- *   windows = false: weights and moments are shards of each rank's own (SHARD), whole
- *     groups are gathered (gather.c), whole gradients are LOCAL.
+ *   windows = false: weights are shards of each rank's own (SHARD), whole groups are
+ *     gathered (gather.c), whole gradients are LOCAL.
  *   reduce = layer: gradients are a SHARD beside one or two whole groups
  *     (reduce_layer.c).
  */
@@ -34,25 +34,29 @@ describe_tensors(dcp_sharded_t *sharded)
     return DCP_OK;
 }
 
-static dcp_status_t
-plan_buffers(dcp_sharded_t *sharded, int64_t block_rows)
+dcp_status_t
+train_plan_layout(const dcp_model_tensor_t *tensors, int64_t tensor_count,
+                  int32_t rank_count, int64_t block_rows,
+                  dcp_dbuffer_layout_t **layout_p)
 {
     void *memory;
-    DCP_TRY(dcp_alloc_array(sharded->tensor_count,
-                            (int64_t)sizeof(dcp_dbuffer_tensor_t), "tensor shapes",
-                            &memory));
+    DCP_TRY(dcp_alloc_array(tensor_count, (int64_t)sizeof(dcp_dbuffer_tensor_t),
+                            "tensor shapes", &memory));
     dcp_dbuffer_tensor_t *shapes = memory;
-    for (int64_t i = 0; i < sharded->tensor_count; i++) {
-        const dcp_model_tensor_t *tensor = &sharded->tensors[i];
+    for (int64_t i = 0; i < tensor_count; i++) {
+        const dcp_model_tensor_t *tensor = &tensors[i];
+        /* what may get 8-bit state is cut at its blocks, in every world */
+        int32_t blocks =
+            tensor->dim_count == 1 && tensor->shape[0] >= DCP_OPTIMIZER_8BIT_LEAST;
         shapes[i] = (dcp_dbuffer_tensor_t){
             .row_count = tensor->shape[0],
             .row_width = tensor->dim_count == 2 ? tensor->shape[1] : 1,
             .group = tensor->group,
+            .block_count = blocks ? DCP_OPTIMIZER_8BIT_BLOCK : 0,
         };
     }
     dcp_status_t status = dcp_dbuffer_layout_create(
-        shapes, sharded->tensor_count, dcp_comm_size(sharded->comm), block_rows,
-        DCP_ORDER_MODEL, &sharded->layout);
+        shapes, tensor_count, rank_count, block_rows, DCP_ORDER_MODEL, layout_p);
     dcp_free(shapes);
     return status;
 }
@@ -67,8 +71,6 @@ create_buffers(dcp_sharded_t *sharded)
     const dcp_dbuffer_kind_t kinds[SHARDED_BUFFERS] = {
         [DCP_SHARDED_WEIGHTS] = whole,
         [DCP_SHARDED_GRADIENTS] = sharded->reduce_layer ? DCP_DBUFFER_SHARD : copies,
-        [DCP_SHARDED_ADAMW_M] = whole,
-        [DCP_SHARDED_ADAMW_V] = whole,
     };
     int32_t count = sharded->forward_only ? 1 : SHARDED_BUFFERS;
     for (int32_t i = 0; i < count; i++) {
@@ -80,15 +82,17 @@ create_buffers(dcp_sharded_t *sharded)
 }
 
 /* Where a pass finds a whole tensor's weights, and where it adds to its gradient. */
-static float *
+static void *
 tensor_weights(const dcp_sharded_t *sharded, int64_t tensor)
 {
     int32_t group = sharded->tensors[tensor].group;
     int64_t start = dcp_dbuffer_layout_start(sharded->layout, tensor)
                     - dcp_dbuffer_layout_group(sharded->layout, group).start;
-    return sharded->no_windows
-               ? train_group_weights(sharded, group) + start
-               : dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], tensor);
+    if (sharded->no_windows) {
+        int64_t item = dcp_dtype_bytes(sharded->config.compute_dtype);
+        return (char *)train_group_weights(sharded, group) + start * item;
+    }
+    return dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], tensor);
 }
 
 static float *
@@ -110,15 +114,23 @@ bind_model(dcp_sharded_t *sharded)
 {
     void *memory;
     int64_t count = sharded->tensor_count;
-    DCP_TRY(dcp_alloc_array(2 * count, (int64_t)sizeof(float *), "tensor pointers",
-                            &memory));
+    bool narrow = sharded->no_windows && sharded->config.compute_dtype == DCP_BF16;
+    DCP_TRY(dcp_alloc_zeroed(3 * count * (int64_t)sizeof(void *), "tensor pointers",
+                             &memory));
     float **weights = memory, **gradients = weights + count;
+    const uint16_t **compute_copies = (const uint16_t **)(gradients + count);
     for (int64_t i = 0; i < count; i++) {
-        weights[i] = tensor_weights(sharded, i);
+        if (narrow) {
+            compute_copies[i] = tensor_weights(sharded, i);
+        } else {
+            weights[i] = tensor_weights(sharded, i);
+        }
         gradients[i] = sharded->forward_only ? NULL : tensor_gradient(sharded, i);
     }
-    dcp_status_t status = dcp_model_bind(sharded->model, weights,
-                                         sharded->forward_only ? NULL : gradients);
+    float **trained = sharded->forward_only ? NULL : gradients;
+    dcp_status_t status =
+        narrow ? dcp_model_bind_bf16(sharded->model, compute_copies, trained)
+               : dcp_model_bind(sharded->model, weights, trained);
     dcp_free(memory);
     return status;
 }
@@ -161,7 +173,8 @@ fill(dcp_sharded_t *sharded, const dcp_sharded_options_t *options)
         sharded->trained[i] = !sharded->frozen[i];
     }
     DCP_TRY(train_agree_on_options(sharded, options));
-    DCP_TRY(plan_buffers(sharded, options->block_rows));
+    DCP_TRY(train_plan_layout(sharded->tensors, sharded->tensor_count, size,
+                              options->block_rows, &sharded->layout));
     DCP_TRY(create_buffers(sharded));
     DCP_TRY(dcp_model_create(&sharded->config, sharded->device, sharded->pool,
                              &sharded->model));
@@ -211,6 +224,7 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
     if (sharded == NULL) {
         return;
     }
+    dcp_optimizer_destroy(sharded->optimizer);
     dcp_model_destroy(sharded->model);
     train_reduce_destroy(sharded);
     train_gather_destroy(sharded);

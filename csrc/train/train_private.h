@@ -4,7 +4,7 @@
 
 #include "dcp/train.h"
 
-enum { SHARDED_BUFFERS = 4 }; /* one a dcp_sharded_kind_t */
+enum { SHARDED_BUFFERS = 2 }; /* one a dcp_sharded_kind_t */
 
 /* What a rank tells the others around a step; all words are int64 so that one gather
  * carries it. */
@@ -12,6 +12,7 @@ typedef struct step_record {
     int64_t step;
     int64_t plan_hash;
     int64_t batch_count;
+    int64_t settings_hash; /* of the optimizer's rules, lr and clip */
     int64_t busy_ns;
     double loss;
 } step_record_t;
@@ -30,6 +31,7 @@ struct dcp_sharded {
     dcp_dbuffer_layout_t *layout;            /* owned */
     dcp_dbuffer_t *buffers[SHARDED_BUFFERS]; /* owned, by kind */
     dcp_model_t *model;                      /* owned */
+    dcp_optimizer_t *optimizer;              /* owned; NULL until it is set */
     step_record_t *records;                  /* owned, [ranks] */
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
     int32_t forward_only, no_windows, reduce_layer; /* options */
@@ -41,9 +43,10 @@ struct dcp_sharded {
     int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
 
     /* gather.c: where whole weights lie; NULL with windows */
-    float *gathered;            /* owned: of `gathered_group`, or of none where -1 */
+    void *gathered;             /* owned: of `gathered_group`, or of none where -1; in
+                                   the config's compute_dtype */
     int32_t gathered_group;     /* or -1 */
-    float *embedding;           /* owned: of group 0; NULL: it shares the other place */
+    void *embedding;            /* owned: of group 0; NULL: it shares the other place */
     int32_t embedding_gathered; /* its weights lie there */
 
     /* reduce_layer.c: where whole gradients of a group lie */
@@ -61,6 +64,14 @@ struct dcp_sharded {
 dcp_status_t train_agree_on_options(const dcp_sharded_t *sharded,
                                     const dcp_sharded_options_t *options);
 
+/* Where a model's tensors lie. */
+dcp_status_t train_plan_layout(const dcp_model_tensor_t *tensors, int64_t tensor_count,
+                               int32_t rank_count, int64_t block_rows,
+                               dcp_dbuffer_layout_t **layout_p);
+
+/* Of what a step's update depends on and ranks must share. */
+int64_t train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args);
+
 /* Every rank's record to all, into sharded->records. */
 dcp_status_t train_gather_records(dcp_sharded_t *sharded, const step_record_t *own);
 
@@ -73,7 +84,7 @@ dcp_status_t train_check_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *a
 dcp_status_t train_pad_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                               dcp_step_args_t *padded_p, void **memory_p);
 void train_set_hooks(dcp_sharded_t *sharded);
-/* Bytes that a rank receives of others when a group is gathered or summed. */
+/* Bytes that a rank receives of others when a group is summed. */
 int64_t train_received_bytes(const dcp_sharded_t *sharded, int32_t group);
 
 /* Elements of a whole group; of the largest but a tied embedding. */
@@ -84,8 +95,8 @@ dcp_status_t train_gather_create(dcp_sharded_t *sharded);
 void train_gather_destroy(dcp_sharded_t *sharded);
 /* The weights change: what was gathered is stale. */
 void train_gather_forget(dcp_sharded_t *sharded);
-/* Where the whole group lies while a pass is in it. */
-float *train_group_weights(const dcp_sharded_t *sharded, int32_t group);
+/* Where the whole group lies while a pass is in it, in the config's compute_dtype. */
+void *train_group_weights(const dcp_sharded_t *sharded, int32_t group);
 dcp_status_t train_gather_enter(dcp_sharded_t *sharded, dcp_queue_t *queue,
                                 int32_t group, int32_t backward);
 

@@ -23,6 +23,15 @@ static const dcp_transformer1d_config_t config = {.vocab_size = 37,
                                                   .dropout = 0.1,
                                                   .initializer_range = 0.2};
 
+/* The same at either dtype. */
+static dcp_transformer1d_config_t
+computing(dcp_dtype_t dtype)
+{
+    dcp_transformer1d_config_t other = config;
+    other.compute_dtype = dtype;
+    return other;
+}
+
 enum { TOKENS = 96, SEQUENCES = 4, TENSORS_MOST = 128 };
 
 /* A model with weights and gradients in memory of the test's own (not counted). */
@@ -30,6 +39,7 @@ typedef struct bench {
     int64_t tensor_count;
     int64_t counts[TENSORS_MOST];
     float *weights[TENSORS_MOST], *gradients[TENSORS_MOST];
+    uint16_t *rounded[TENSORS_MOST]; /* the weights in bf16 */
 } bench_t;
 
 static void
@@ -45,6 +55,13 @@ bench_init(bench_t *bench, const dcp_transformer1d_config_t *model_config)
         bench->weights[i] = malloc((size_t)count * sizeof(float));
         bench->gradients[i] = calloc((size_t)count, sizeof(float));
         dcp_model_init_run(model_config, i, 5, 0, count, bench->weights[i]);
+        bench->rounded[i] = malloc((size_t)count * sizeof(uint16_t));
+        for (int64_t j = 0; j < count; j++) {
+            if (tensor.dim_count == 1) { /* initially 1 and 0 */
+                bench->weights[i][j] += 0.001f * (float)(j % 17);
+            }
+            bench->rounded[i][j] = dcp_f32_to_bf16(bench->weights[i][j]);
+        }
     }
 }
 
@@ -54,6 +71,7 @@ bench_fini(bench_t *bench)
     for (int64_t i = 0; i < bench->tensor_count; i++) {
         free(bench->weights[i]);
         free(bench->gradients[i]);
+        free(bench->rounded[i]);
     }
 }
 
@@ -76,16 +94,28 @@ fill_batch(void)
     }
 }
 
+typedef struct way {
+    const dcp_device_ops_t *device;
+    int32_t threads, recomputed;
+    dcp_dtype_t compute;
+    int32_t rounded; /* weights are bound in bf16 */
+} way_t;
+
 static dcp_status_t
-run_on(const dcp_device_ops_t *device, int32_t threads, int32_t recomputed,
-       bench_t *bench, double *loss, float *logits)
+run_on(way_t way, bench_t *bench, double *loss, float *logits)
 {
     dcp_pool_t *pool;
     dcp_model_t *model = NULL;
-    DCP_TRY(dcp_pool_create(threads, &pool));
-    dcp_status_t status = dcp_model_create(&config, device, pool, &model);
+    dcp_transformer1d_config_t own = computing(way.compute);
+    int32_t recomputed = way.recomputed;
+    DCP_TRY(dcp_pool_create(way.threads, &pool));
+    dcp_status_t status = dcp_model_create(&own, way.device, pool, &model);
     if (status == DCP_OK) {
-        status = dcp_model_bind(model, bench->weights, bench->gradients);
+        status =
+            way.rounded
+                ? dcp_model_bind_bf16(model, (const uint16_t *const *)bench->rounded,
+                                      bench->gradients)
+                : dcp_model_bind(model, bench->weights, bench->gradients);
     }
     for (int i = 0; i < 2 && status == DCP_OK; i++) {
         dcp_batch_t dropping = batch;
@@ -105,17 +135,18 @@ run_on(const dcp_device_ops_t *device, int32_t threads, int32_t recomputed,
 }
 
 /* Bitwise the same on the device that holds everything back, with any thread count,
- * whatever is recomputed. */
+ * whatever is recomputed, and whether weights are rounded on the way or before. */
 static void
-test_late(void)
+test_late(dcp_dtype_t compute)
 {
     bench_t now, late;
     static float logits[TOKENS * 37], logits_late[TOKENS * 37];
     double loss = 0, loss_late = 0;
     bench_init(&now, &config);
     bench_init(&late, &config);
-    CHECK_OK(run_on(dcp_device_cpu(), 1, 0, &now, &loss, logits));
-    CHECK_OK(run_on(dcp_device_late(), 3, 3, &late, &loss_late, logits_late));
+    CHECK_OK(run_on((way_t){dcp_device_cpu(), 1, 0, compute, 0}, &now, &loss, logits));
+    CHECK_OK(run_on((way_t){dcp_device_late(), 3, 3, compute, compute == DCP_BF16},
+                    &late, &loss_late, logits_late));
     CHECK(isfinite(loss) && loss > 0 && loss == loss_late);
     CHECK(memcmp(logits, logits_late, sizeof logits) == 0);
     for (int64_t i = 0; i < now.tensor_count; i++) {
@@ -128,30 +159,69 @@ test_late(void)
 }
 
 static bench_t scenario_bench;
+static way_t scenario_way;
 
 static dcp_status_t
-cpu_scenario(void)
+scenario(void)
 {
     double loss = 0;
     static float logits[TOKENS * 37];
-    return run_on(dcp_device_cpu(), 2, 2, &scenario_bench, &loss, logits);
-}
-
-static dcp_status_t
-late_scenario(void)
-{
-    double loss = 0;
-    static float logits[TOKENS * 37];
-    return run_on(dcp_device_late(), 2, 3, &scenario_bench, &loss, logits);
+    return run_on(scenario_way, &scenario_bench, &loss, logits);
 }
 
 static void
 test_allocation_failures(void)
 {
     bench_init(&scenario_bench, &config);
-    check_every_alloc(cpu_scenario);
-    check_every_alloc(late_scenario);
+    for (int32_t i = 0; i < 4; i++) {
+        scenario_way = (way_t){i % 2 ? dcp_device_late() : dcp_device_cpu(), 2,
+                               2 + i % 2, i < 2 ? DCP_F32 : DCP_BF16, i == 3};
+        check_every_alloc(scenario);
+    }
     bench_fini(&scenario_bench);
+}
+
+/* Weights in bf16 are for a model that computes in it, and none may be missing. */
+static void
+test_binding_bf16(void)
+{
+    bench_t bench;
+    dcp_pool_t *pool;
+    dcp_model_t *model;
+    dcp_transformer1d_config_t own = computing(DCP_F32);
+    bench_init(&bench, &config);
+    CHECK_OK(dcp_pool_create(1, &pool));
+    CHECK_OK(dcp_model_create(&own, dcp_device_cpu(), pool, &model));
+    const uint16_t *const *rounded = (const uint16_t *const *)bench.rounded;
+    CHECK(dcp_model_bind_bf16(model, rounded, NULL) == DCP_ERR_STATE);
+    CHECK(strstr(dcp_last_error(), "float32") != NULL);
+    dcp_model_destroy(model);
+    own.compute_dtype = DCP_F64;
+    CHECK(dcp_model_create(&own, dcp_device_cpu(), pool, &model) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), "compute_dtype float64") != NULL);
+    own.compute_dtype = DCP_BF16;
+    CHECK_OK(dcp_model_create(&own, dcp_device_cpu(), pool, &model));
+    uint16_t *missing = bench.rounded[3];
+    bench.rounded[3] = NULL;
+    CHECK(dcp_model_bind_bf16(model, rounded, NULL) == DCP_ERR_ARG);
+    CHECK(strstr(dcp_last_error(), "q_proj.bias") != NULL);
+    bench.rounded[3] = missing;
+    CHECK_OK(dcp_model_bind_bf16(model, rounded, bench.gradients));
+    /* one place after the other, and values that change there */
+    double loss = 0, again = 0, other = 0;
+    CHECK_OK(dcp_model_loss(model, &batch, &loss));
+    CHECK_OK(dcp_model_bind(model, bench.weights, NULL));
+    CHECK_OK(dcp_model_loss(model, &batch, &again));
+    CHECK(loss == again && loss > 0);
+    for (int64_t j = 0; j < bench.counts[1]; j++) {
+        bench.weights[1][j] *= 2;
+    }
+    dcp_model_group_changed(model, 1);
+    CHECK_OK(dcp_model_loss(model, &batch, &other));
+    CHECK(other != loss && other > 0);
+    dcp_model_destroy(model);
+    dcp_pool_destroy(pool);
+    bench_fini(&bench);
 }
 
 /* After a failed allocation the same model works on, with fresh panels. */
@@ -232,9 +302,9 @@ check_bytes(const dcp_transformer1d_config_t *model_config, int64_t token_count,
 }
 
 static void
-test_bytes(void)
+test_bytes(dcp_dtype_t compute)
 {
-    dcp_transformer1d_config_t tiny = config;
+    dcp_transformer1d_config_t tiny = computing(compute);
     tiny.vocab_size = 257;
     tiny.hidden_size = 128;
     tiny.intermediate_size = 344;
@@ -257,8 +327,8 @@ test_bytes_of_many_shapes(void)
 {
     dcp_rng_t rng;
     dcp_rng_init(&rng, 7, 0);
-    for (int i = 0; i < 24; i++) {
-        dcp_transformer1d_config_t shape = config;
+    for (int i = 0; i < 48; i++) {
+        dcp_transformer1d_config_t shape = computing(i % 2 ? DCP_BF16 : DCP_F32);
         shape.vocab_size = 1 + (int64_t)dcp_rng_below(&rng, 3000);
         shape.num_hidden_layers = 1 + (int64_t)dcp_rng_below(&rng, 3);
         shape.num_key_value_heads = 1 + (int64_t)dcp_rng_below(&rng, 2);
@@ -267,15 +337,15 @@ test_bytes_of_many_shapes(void)
         shape.hidden_size =
             shape.num_attention_heads * (1 + (int64_t)dcp_rng_below(&rng, 60));
         shape.intermediate_size = 1 + (int64_t)dcp_rng_below(&rng, 500);
-        shape.head_dim = 2 * (1 + (int64_t)dcp_rng_below(&rng, i % 8 == 0 ? 128 : 32));
+        shape.head_dim = 2 * (1 + (int64_t)dcp_rng_below(&rng, i % 7 == 0 ? 128 : 32));
         shape.max_position_embeddings = 1 << 20;
-        shape.dropout = i % 2 == 0 ? 0 : 0.5;
-        if (i % 8 == 2) { /* one key-value head for many query heads */
+        shape.dropout = i % 3 == 0 ? 0 : 0.5;
+        if (i % 8 == 2 || i % 8 == 5) { /* one key-value head for many query heads */
             shape.num_key_value_heads = 1;
             shape.num_attention_heads = 24;
             shape.hidden_size = 24;
         }
-        int64_t token_count = 1 + (int64_t)dcp_rng_below(&rng, i % 4 == 0 ? 1500 : 300);
+        int64_t token_count = 1 + (int64_t)dcp_rng_below(&rng, i % 5 == 0 ? 1500 : 300);
         int64_t sequences = i % 3 == 0 ? 1 : 1 + (int64_t)dcp_rng_below(&rng, 50);
         int32_t threads = 1 + (int32_t)dcp_rng_below(&rng, 5);
         int32_t layers =
@@ -290,10 +360,10 @@ test_bytes_of_many_shapes(void)
  * a large arena; one model that runs them by turns holds no more than either was to
  * hold. */
 static void
-test_bytes_of_alternating_passes(void)
+test_bytes_of_alternating_passes(dcp_dtype_t compute)
 {
     enum { LONG = 6000 };
-    dcp_transformer1d_config_t shape = config;
+    dcp_transformer1d_config_t shape = computing(compute);
     shape.max_position_embeddings = LONG;
     bench_t bench;
     dcp_pool_t *pool;
@@ -527,12 +597,16 @@ main(void)
 {
     fill_batch();
     test_hooks_of_recomputed_layers();
-    test_late();
+    test_late(DCP_F32);
+    test_late(DCP_BF16);
     test_allocation_failures();
+    test_binding_bf16();
     test_recovers();
-    test_bytes();
+    test_bytes(DCP_F32);
+    test_bytes(DCP_BF16);
     test_bytes_of_many_shapes();
-    test_bytes_of_alternating_passes();
+    test_bytes_of_alternating_passes(DCP_F32);
+    test_bytes_of_alternating_passes(DCP_BF16);
     test_bad_batches();
     test_frozen();
     return check_finish();

@@ -98,8 +98,12 @@ SMALL = dcp.Transformer1D(
 )
 
 
+EITHER = ("float32", "bfloat16")
+
+
 @st.composite
-def configs(draw: st.DrawFn) -> dcp.Transformer1D:
+def configs(draw: st.DrawFn, *compute_dtypes: str) -> dcp.Transformer1D:
+    """Small models; without arguments they compute in float32."""
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
     return dcp.Transformer1D(
@@ -115,6 +119,7 @@ def configs(draw: st.DrawFn) -> dcp.Transformer1D:
         tie_word_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
+        compute_dtype=draw(st.sampled_from(compute_dtypes or ("float32",))),
     )
 
 
@@ -299,8 +304,8 @@ def test_weights_per_token_give_sequence_means() -> None:
     assert dealt == pytest.approx(loss, rel=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
-@given(config=configs(), lengths=LENGTHS, dropout=st.sampled_from([0.0, 0.3]))
+@settings(max_examples=20, deadline=None)
+@given(config=configs(*EITHER), lengths=LENGTHS, dropout=st.sampled_from([0.0, 0.3]))
 def test_late_device_gives_the_same_bits(
     config: dcp.Transformer1D, lengths: list[int], dropout: float
 ) -> None:
@@ -326,7 +331,7 @@ def choices(layers: int) -> list[tuple[int, int]]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    config=configs(),
+    config=configs(*EITHER),
     layers=st.integers(1, 4),
     lengths=LENGTHS,
     dropout=st.sampled_from([0.0, 0.3]),
@@ -380,7 +385,7 @@ def test_bad_recompute_is_named(recompute: Any, words: str) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(config=configs(), layers=st.integers(1, 8), tokens=st.integers(0, 5000))
+@given(config=configs(*EITHER), layers=st.integers(1, 8), tokens=st.integers(0, 5000))
 def test_promised_bytes_are_monotone(config: dcp.Transformer1D, layers: int, tokens: int) -> None:
     """Case P-09: the estimate knows what is recomputed; more tokens or layers never hold less."""
     core = config.core()
@@ -407,8 +412,13 @@ def threads() -> Iterator[Callable[[int], None]]:
     _dcp.set_num_threads(_dcp.cpu_info()["cores"])
 
 
-def test_thread_count_does_not_change_bits(threads: Callable[[int], None]) -> None:
-    config = dcp.Transformer1D(300, 64, 96, 2, 4, num_key_value_heads=2, dropout=0.1)
+@pytest.mark.parametrize("compute_dtype", EITHER)
+def test_thread_count_does_not_change_bits(
+    threads: Callable[[int], None], compute_dtype: str
+) -> None:
+    config = dcp.Transformer1D(
+        300, 64, 96, 2, 4, num_key_value_heads=2, dropout=0.1, compute_dtype=compute_dtype
+    )
     batch = make_batch(config, [150, 1, 200])
     results = []
     model = make_model(config)

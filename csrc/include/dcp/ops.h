@@ -270,6 +270,12 @@ typedef struct dcp_adamw_args {
     float grad_scale;   /* clipping */
 } dcp_adamw_args_t;
 
+/* The same on many runs in one dispatch; runs are borrowed until it is done. */
+typedef struct dcp_adamw_runs_args {
+    int64_t run_count;
+    const dcp_adamw_args_t *runs;
+} dcp_adamw_runs_args_t;
+
 /* out[row] = sum of squares of row, fp64 in a fixed order that depends on `width` only.
  */
 typedef struct dcp_row_squares_args {
@@ -301,6 +307,7 @@ typedef struct dcp_row_squares_args {
     X(cast)               \
     X(zero)               \
     X(adamw)              \
+    X(adamw_runs)         \
     X(row_squares)
 
 #ifdef __cplusplus

@@ -24,20 +24,28 @@
 
 #define BLOCK ATTENTION_QUERY_BLOCK
 #define KEY_BLOCK ATTENTION_KEY_BLOCK
+#define BLOCK_WORDS (BLOCK / FACTORS)
 
 typedef struct backward {
     const attention_gradient_view_t *view;
     int64_t dim, width, block; /* as in the forward pass */
     int64_t first_key, end_key;
-    float *queries_t, *dout_t; /* [BLOCK / PANEL][dim][PANEL]; queries times scale */
-    float *queries, *dout;     /* [BLOCK][width] */
+    int64_t depth;              /* words of dim */
+    word_t *queries_t, *dout_t; /* [BLOCK / PANEL][depth][PANEL]; queries times scale,
+                                   unless words hold two factors */
+    word_t *queries, *dout;     /* [words of BLOCK][width] */
     float *minus_lse, *minus_delta; /* [BLOCK] */
-    float *weights;                 /* P^T [MR][BLOCK] */
-    float *score_gradients;         /* dS^T [KEY_BLOCK][BLOCK] */
+    float *exact;                   /* P^T [MR][BLOCK] before it is rounded */
+    word_t *weights;                /* P^T [MR][words of BLOCK] */
+    word_t *gradients;              /* dS^T of MR keys, the same; one factor: in
+                                       score_gradients */
+    word_t *score_gradients;        /* dS^T [words of KEY_BLOCK][BLOCK] */
     float *dq;                      /* [BLOCK][width] */
-    float *keys;                    /* [segment][width] */
-    float *values_padded;           /* [MR][dim], when fewer than MR are left */
-    float *dk, *dv;                 /* [segment][width] */
+    word_t *keys;                   /* [words of segment][width] */
+    word_t *key_rows;               /* [segment][depth], one factor: keys */
+    int64_t key_stride;             /* of key_rows */
+    word_t *values_padded; /* [MR][depth], when fewer than MR are left, or rounded */
+    float *dk, *dv;        /* [segment][width] */
     /* the block at hand */
     int64_t head, row, row_count;
 } backward_t;
@@ -49,18 +57,29 @@ layout(backward_t *b, arena_t *arena, int64_t key_count, int64_t dim)
     b->dim = dim;
     b->width = round_up(dim, VF);
     b->block = block_vectors(b->width / VF);
-    b->queries_t = arena_floats(arena, BLOCK * dim);
-    b->dout_t = arena_floats(arena, BLOCK * dim);
-    b->queries = arena_floats(arena, BLOCK * b->width);
-    b->dout = arena_floats(arena, BLOCK * b->width);
+    b->depth = words_of(dim);
+    b->queries_t = arena_words(arena, BLOCK * b->depth);
+    b->dout_t = arena_words(arena, BLOCK * b->depth);
+    b->queries = arena_words(arena, BLOCK_WORDS * b->width);
+    b->dout = arena_words(arena, BLOCK_WORDS * b->width);
     b->minus_lse = arena_floats(arena, BLOCK);
     b->minus_delta = arena_floats(arena, BLOCK);
-    b->weights = arena_floats(arena, MR * BLOCK);
+    b->weights = arena_words(arena, MR * BLOCK_WORDS);
     /* the last group of query rows reads a little past the last key's row */
-    b->score_gradients = arena_floats(arena, KEY_BLOCK * BLOCK + 16);
+    b->score_gradients = arena_words(arena, words_of(KEY_BLOCK) * BLOCK + 16);
     b->dq = arena_floats(arena, round_up(BLOCK, MR) * b->width);
-    b->keys = arena_floats(arena, keys * b->width);
-    b->values_padded = arena_floats(arena, MR * dim);
+    b->keys = arena_words(arena, words_of(keys) * b->width);
+    b->values_padded = arena_words(arena, MR * b->depth);
+#if FACTORS == 1
+    b->exact = b->weights;
+    b->key_rows = b->keys;
+    b->key_stride = b->width;
+#else
+    b->exact = arena_floats(arena, MR * BLOCK);
+    b->gradients = arena_words(arena, MR * BLOCK_WORDS);
+    b->key_rows = arena_words(arena, keys * b->depth);
+    b->key_stride = b->depth;
+#endif
     b->dk = arena_floats(arena, keys * b->width);
     b->dv = arena_floats(arena, keys * b->width);
 }
@@ -86,10 +105,20 @@ pack_block(const backward_t *b)
     const float *dout = view->dout + b->row * view->dout_stride + shift;
     const float *out = fwd->out + b->row * fwd->out_stride + shift;
     const float *lse = fwd->lse + b->head * fwd->lse_stride + b->row;
-    pack_transposed(b->queries_t, q, fwd->q_stride, b->row_count, b->dim, fwd->scale);
-    pack_transposed(b->dout_t, dout, view->dout_stride, b->row_count, b->dim, 1.0f);
     pack_rows(b->queries, b->width, q, fwd->q_stride, b->row_count, b->dim);
     pack_rows(b->dout, b->width, dout, view->dout_stride, b->row_count, b->dim);
+#if FACTORS == 1
+    if (fwd->round) {
+        round_vectors(b->queries, b->row_count * b->width);
+        round_vectors(b->dout, b->row_count * b->width);
+    }
+    pack_transposed(b->queries_t, b->queries, b->width, b->row_count, b->dim,
+                    fwd->scale);
+    pack_transposed(b->dout_t, b->dout, b->width, b->row_count, b->dim, 1.0f);
+#else
+    pack_transposed(b->queries_t, q, fwd->q_stride, b->row_count, b->dim, 1.0f);
+    pack_transposed(b->dout_t, dout, view->dout_stride, b->row_count, b->dim, 1.0f);
+#endif
     for (int64_t i = 0; i < BLOCK; i++) {
         if (i >= b->row_count) {
             b->minus_lse[i] = -1000.0f;
@@ -97,46 +126,88 @@ pack_block(const backward_t *b)
             continue;
         }
         vf sum = {0};
-        int64_t d = 0;
-        for (; d + VF <= b->dim; d += VF) {
-            sum = vf_fma(vf_load(b->dout + i * b->width + d),
-                         vf_load(out + i * fwd->out_stride + d), sum);
+        for (int64_t d = 0; d < b->dim; d += VF) {
+            int64_t count = min_i64(VF, b->dim - d);
+            vf x = vf_get(dout + i * view->dout_stride + d, count);
+            x = fwd->round ? vf_round_bf16(x) : x;
+            sum = vf_fma(x, vf_get(out + i * fwd->out_stride + d, count), sum);
         }
-        if (d < b->dim) {
-            sum = vf_fma(vf_load(b->dout + i * b->width + d),
-                         vf_load_part(out + i * fwd->out_stride + d, b->dim - d), sum);
-        }
-        b->minus_lse[i] = -lse[i];
+        b->minus_lse[i] = FACTORS == 1 ? -lse[i] : -lse[i] * LOG2_E;
         b->minus_delta[i] = -sum_across(sum);
     }
+}
+
+/* Scores of a tile to weights. One factor a word: the product began at -lse, and its
+ * queries were scaled. */
+INLINE vf
+weight_of(const backward_t *b, vf s, int64_t column)
+{
+#if FACTORS == 1
+    (void)b;
+    (void)column;
+    return exp2_tile(s * LOG2_E);
+#else
+    vf scale = vf_set(b->view->forward.scale * LOG2_E);
+    return exp2_tile(vf_fma(s, scale, vf_load(b->minus_lse + column)));
+#endif
+}
+
+/* dS^T of the tile where its two uses read it: by rows, and, by pairs of keys where a
+ * word holds two factors, by columns. `to`: row of the first key in score_gradients. */
+INLINE void
+gradients_store(const backward_t *b, vf s[MR][NV], int nv, int64_t column, word_t *to)
+{
+#if FACTORS == 1
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        rows_store(to + r * BLOCK + column, s[r], nv, b->view->forward.round);
+    }
+#else
+    UNROLL for (int r = 0; r < MR; r++)
+    {
+        rows_store(b->gradients + r * BLOCK_WORDS + column / 2, s[r], nv, 1);
+    }
+    UNROLL for (int r = 0; r < MR; r += 2)
+    {
+        UNROLL for (int v = 0; v < nv; v++)
+        {
+            words_store(to + r / 2 * BLOCK + column + v * VF,
+                        interleave(s[r][v], s[r + 1][v]));
+        }
+    }
+#endif
 }
 
 /* P^T and dS^T of MR keys and nv vectors of query columns. Row r of the tile may use
  * columns from `unseen` + r * step on. */
 INLINE void
 score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t unseen,
-              const float *keys, int64_t key_stride, const float *values,
-              int64_t value_stride, float *gradients)
+              const word_t *keys, const word_t *values, int64_t value_stride,
+              word_t *gradients)
 {
-    int64_t start = column / PANEL * PANEL * b->dim + column % PANEL;
+    int64_t start = column / PANEL * PANEL * b->depth + column % PANEL;
     vf s[MR][NV];
     UNROLL for (int r = 0; r < MR; r++)
     {
         UNROLL for (int v = 0; v < nv; v++)
         {
-            s[r][v] = vf_load(b->minus_lse + column + v * VF);
+            s[r][v] = FACTORS == 1 ? vf_load(b->minus_lse + column + v * VF) : (vf){0};
         }
     }
-    product(s, nv, keys, key_stride, 1, b->queries_t + start, PANEL, b->dim);
+    product(s, nv, keys, b->key_stride, 1, b->queries_t + start, PANEL, b->depth);
     UNROLL for (int r = 0; r < MR; r++)
     {
         UNROLL for (int v = 0; v < nv; v++)
         {
-            vf p = exp2_tile(s[r][v] * LOG2_E);
+            vf p = weight_of(b, s[r][v], column + v * VF);
             if (masked) {
                 p = mask_select(mask_below(unseen + r - column - v * VF), (vf){0}, p);
             }
-            vf_store(b->weights + r * BLOCK + column + v * VF, p);
+            vf_store(b->exact + r * BLOCK + column + v * VF, p);
+            s[r][v] = p;
+        }
+        if (FACTORS == 2) {
+            rows_store(b->weights + r * BLOCK_WORDS + column / FACTORS, s[r], nv, 1);
         }
     }
     UNROLL for (int r = 0; r < MR; r++)
@@ -146,24 +217,28 @@ score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t u
             s[r][v] = vf_load(b->minus_delta + column + v * VF);
         }
     }
-    product(s, nv, values, value_stride, 1, b->dout_t + start, PANEL, b->dim);
+    product(s, nv, values, value_stride, 1, b->dout_t + start, PANEL, b->depth);
     UNROLL for (int r = 0; r < MR; r++)
     {
         UNROLL for (int v = 0; v < nv; v++)
         {
-            vf p = vf_load(b->weights + r * BLOCK + column + v * VF);
-            vf_store(gradients + r * BLOCK + column + v * VF, p * s[r][v]);
+            vf p = vf_load(b->exact + r * BLOCK + column + v * VF);
+            s[r][v] *= p;
+            if (FACTORS == 1 && b->view->forward.round) {
+                vf_store(b->exact + r * BLOCK + column + v * VF, vf_round_bf16(p));
+            }
         }
     }
+    gradients_store(b, s, nv, column, gradients);
 }
 
-#define SCORE(name, n, masked)                                                     \
-    NOINLINE void name(const backward_t *b, int64_t column, int64_t unseen,        \
-                       const float *keys, int64_t key_stride, const float *values, \
-                       int64_t value_stride, float *gradients)                     \
-    {                                                                              \
-        score_columns(b, n, masked, column, unseen, keys, key_stride, values,      \
-                      value_stride, gradients);                                    \
+#define SCORE(name, n, masked)                                                         \
+    NOINLINE void name(const backward_t *b, int64_t column, int64_t unseen,            \
+                       const word_t *keys, const word_t *values, int64_t value_stride, \
+                       word_t *gradients)                                              \
+    {                                                                                  \
+        score_columns(b, n, masked, column, unseen, keys, values, value_stride,        \
+                      gradients);                                                      \
     }
 SCORE(score_whole, NV, 0)
 SCORE(score_1, 1, 1)
@@ -175,10 +250,10 @@ SCORE(score_4, 4, 1)
 
 /* What the sums of MR keys take: index 0 dv, 1 dk. */
 typedef struct product {
-    const float *a[2], *x[2]; /* P^T and dS^T; dO and Q, from the first column used */
-    int64_t count;            /* query columns */
-    float *sums[2];           /* [MR][width] */
-    float *out[2];            /* rows of dv and dk after the last block, else NULL */
+    const word_t *a[2], *x[2]; /* P^T and dS^T; dO and Q, from the first column used */
+    int64_t count;             /* words of query columns */
+    float *sums[2];            /* [MR][width] */
+    float *out[2];             /* rows of dv and dk after the last block, else NULL */
     int64_t out_stride[2];
     float factor[2];
     int64_t row_count;
@@ -196,7 +271,7 @@ collect(const backward_t *b, int nv, int64_t d, const product_t *p, int which)
     } else {
         tile_load(c, nv, p->sums[which] + d, b->width);
     }
-    product(c, nv, p->a[which], BLOCK, 1, p->x[which] + d, b->width, p->count);
+    product(c, nv, p->a[which], BLOCK_WORDS, 1, p->x[which] + d, b->width, p->count);
     float *out = p->out[which];
     if (out == NULL) {
         tile_store(c, nv, p->sums[which] + d, b->width);
@@ -238,34 +313,55 @@ COLLECT(collect_3, 3)
 COLLECT(collect_4, 4)
 #endif
 
-/* The keys of one register tile against the query block. */
-static void
-pass_keys(const backward_t *b, int64_t key, int64_t key_count, float *gradients,
-          int first, int last)
+/* Rows of MR values as words: in place if they can be read so. */
+static const word_t *
+tile_values(const backward_t *b, int64_t key, int64_t key_count, int64_t *stride_p)
 {
-    const attention_gradient_view_t *view = b->view;
-    const attention_view_t *fwd = &view->forward;
+    const attention_view_t *fwd = &b->view->forward;
     const float *values = fwd->v + key * fwd->v_stride;
-    int64_t value_stride = fwd->v_stride;
-    if (key_count < MR) {
-        memset(b->values_padded, 0, (size_t)(MR * b->dim) * sizeof(float));
-        for (int64_t r = 0; r < key_count; r++) {
-            memcpy(b->values_padded + r * b->dim, values + r * value_stride,
-                   (size_t)b->dim * sizeof(float));
-        }
-        values = b->values_padded;
-        value_stride = b->dim;
+#if FACTORS == 1
+    if (key_count == MR && !fwd->round) {
+        *stride_p = fwd->v_stride;
+        return values;
     }
-    const float *keys = b->keys + (key - b->first_key) * b->width;
-    /* first query column that sees the first key; a later key is seen a column later */
-    int64_t unseen =
-        fwd->causal ? key + fwd->query_count - fwd->key_count - b->row : -BLOCK;
-    int64_t start = max_i64(unseen, 0);
+#endif
+    pack_tile_rows(b->values_padded, values, fwd->v_stride, key_count, b->dim,
+                   fwd->round);
+    *stride_p = b->depth;
+    return b->values_padded;
+}
+
+/* dS^T of keys that are not there, `key_count` and after, is no factor of dq. */
+static void
+clear_missing_key(word_t *gradients, int64_t key_count)
+{
+#if FACTORS == 2
+    if (key_count % 2 != 0) {
+        word_t *row = gradients + key_count / 2 * BLOCK;
+        for (int64_t c = 0; c < BLOCK; c++) {
+            row[c] &= 0xffff;
+        }
+    }
+#else
+    (void)gradients;
+    (void)key_count;
+#endif
+}
+
+/* P^T and dS^T of the keys of one register tile against the query block, from column
+ * `start` on. */
+static void
+score_keys(const backward_t *b, int64_t key, int64_t key_count, int64_t unseen,
+           int64_t start, word_t *gradients)
+{
+    int64_t value_stride;
+    const word_t *values = tile_values(b, key, key_count, &value_stride);
+    const word_t *keys = b->key_rows + (key - b->first_key) * b->key_stride;
     int64_t end = b->row_count;
     int64_t column = start / VF * VF;
-    for (int64_t r = 0; r < MR; r++) {
+    for (int64_t r = 0; r < words_of(MR); r++) {
         for (int64_t c = 0; c < column; c += VF) {
-            vf_store(gradients + r * BLOCK + c, (vf){0});
+            words_store(gradients + r * BLOCK + c, (word_vector_t){0});
         }
     }
     while (column < end) {
@@ -273,21 +369,35 @@ pass_keys(const backward_t *b, int64_t key, int64_t key_count, float *gradients,
             min_i64(round_up(column + 1, PANEL), round_up(end, VF)) - column;
         int64_t nv = count / VF;
         if (nv == NV && unseen + MR - 1 <= column) {
-            score_whole(b, column, unseen, keys, b->width, values, value_stride,
-                        gradients);
+            score_whole(b, column, unseen, keys, values, value_stride, gradients);
         } else {
-#define CALL(n) \
-    score_##n(b, column, unseen, keys, b->width, values, value_stride, gradients)
+#define CALL(n) score_##n(b, column, unseen, keys, values, value_stride, gradients)
             SWITCH_VECTORS(nv, CALL)
 #undef CALL
         }
         column += count;
     }
+    clear_missing_key(gradients, key_count);
+}
+
+/* The keys of one register tile against the query block. */
+static void
+pass_keys(const backward_t *b, int64_t key, int64_t key_count, word_t *gradients,
+          int first, int last)
+{
+    const attention_gradient_view_t *view = b->view;
+    const attention_view_t *fwd = &view->forward;
+    /* first query column that sees the first key; a later key is seen a column later */
+    int64_t unseen =
+        fwd->causal ? key + fwd->query_count - fwd->key_count - b->row : -BLOCK;
+    int64_t start = max_i64(unseen, 0);
+    score_keys(b, key, key_count, unseen, start, gradients);
     int64_t slot = (key - b->first_key) * b->width;
+    int64_t word = start / FACTORS; /* may begin one column early: weights 0 */
     product_t p = {
-        .a = {b->weights + start, gradients + start},
-        .x = {b->dout + start * b->width, b->queries + start * b->width},
-        .count = end - start,
+        .a = {b->weights + word, (FACTORS == 1 ? gradients : b->gradients) + word},
+        .x = {b->dout + word * b->width, b->queries + word * b->width},
+        .count = words_of(b->row_count) - word,
         .sums = {b->dv + slot, b->dk + slot},
         .out_stride = {view->dv_stride, view->dk_stride},
         .factor = {1.0f, fwd->scale},
@@ -321,7 +431,8 @@ collect_dq(const backward_t *b, int nv, int64_t d, int64_t row, int64_t key,
         tile_load(c, nv, dq, b->width);
     }
     product(c, nv, b->score_gradients + row, 1, BLOCK,
-            b->keys + (key - b->first_key) * b->width + d, b->width, count);
+            b->keys + (key - b->first_key) / FACTORS * b->width + d, b->width,
+            words_of(count));
     tile_store(c, nv, dq, b->width);
 }
 
@@ -424,11 +535,33 @@ pass_block(const backward_t *b, int32_t store, int first_head, int last_head)
             int64_t first_row = attention_first_row(fwd, key + i);
             fetch_ahead(b, (key + i - b->first_key) / MR, store);
             pass_keys(b, key + i, min_i64(MR, b->end_key - key - i),
-                      b->score_gradients + i * BLOCK, first_head && first_row >= b->row,
-                      last_head && last_block);
+                      b->score_gradients + i / FACTORS * BLOCK,
+                      first_head && first_row >= b->row, last_head && last_block);
         }
         pass_dq(b, key, key_count);
     }
+}
+
+/* The segment's keys, up to a whole number of register tiles. */
+static void
+pack_keys(const backward_t *b)
+{
+    const attention_view_t *fwd = &b->view->forward;
+    int64_t count = b->end_key - b->first_key;
+    const float *keys = fwd->k + b->first_key * fwd->k_stride;
+    pack_rows(b->keys, b->width, keys, fwd->k_stride, count, b->dim);
+#if FACTORS == 1
+    if (fwd->round) {
+        round_vectors(b->keys, count * b->width);
+    }
+    int64_t padded = round_up(count, MR) - count;
+    memset(b->keys + count * b->width, 0, (size_t)(padded * b->width) * sizeof(word_t));
+#else
+    for (int64_t key = 0; key < count; key += MR) {
+        pack_tile_rows(b->key_rows + key * b->depth, keys + key * fwd->k_stride,
+                       fwd->k_stride, min_i64(MR, count - key), b->dim, 1);
+    }
+#endif
 }
 
 static void
@@ -439,11 +572,7 @@ backward(const attention_gradient_view_t *view, int64_t first, int64_t end,
     backward_t b = {.view = view, .first_key = first, .end_key = end};
     arena_t arena = {scratch, 0};
     layout(&b, &arena, end - first, fwd->head_dim);
-    pack_rows(b.keys, b.width, fwd->k + first * fwd->k_stride, fwd->k_stride,
-              end - first, fwd->head_dim);
-    int64_t padded = round_up(end - first, MR) - (end - first);
-    memset(b.keys + (end - first) * b.width, 0,
-           (size_t)(padded * b.width) * sizeof(float));
+    pack_keys(&b);
     int64_t start = attention_first_row(fwd, first);
     for (b.head = 0; b.head < fwd->group_size; b.head++) {
         for (b.row = start; b.row < fwd->query_count; b.row += BLOCK) {

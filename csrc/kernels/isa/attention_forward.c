@@ -24,10 +24,11 @@
 #include "attention_pack.h"
 
 #if defined(__AVX512F__)
-#define TILE_KEYS 64
+#define TILE_KEYS (64 * FACTORS)
 #else
 #define TILE_KEYS 128
 #endif
+#define TILE_WORDS (TILE_KEYS / FACTORS)
 /* 2^32 and sums of it leave 2^95 to the values. */
 #define HEADROOM 32.0f
 
@@ -41,18 +42,21 @@ typedef struct forward {
     float factor;        /* |scale| * log2(e); the sign of scale went into the keys */
     float limit;         /* HEADROOM / factor */
     int64_t state_count; /* floats of a group's state */
-    float *keys;         /* [TILE_KEYS / PANEL][dim][PANEL] */
-    float *values;       /* [TILE_KEYS][width] */
-    float *weights;      /* [MR][TILE_KEYS], exponentials of the current tile */
-    float *padded;       /* [MR][dim], query rows of a group that is not full */
+    int64_t depth;       /* words of dim */
+    word_t *keys;        /* [TILE_KEYS / PANEL][depth][PANEL] */
+    word_t *values;      /* [TILE_WORDS][width] */
+    word_t *weights;     /* [MR][TILE_WORDS], exponentials of the current tile */
+    float *scores;       /* [MR][PANEL], while references are raised */
+    word_t *padded;      /* [MR][depth], query rows of a group that is not full, or
+                            rounded ones */
     float *states;       /* [head][group of rows][state_count] */
 } forward_t;
 
 /* State: results [MR][width], lane-wise sums [MR][VF], references [MR]. */
 typedef struct group {
     float *result, *sum, *reference;
-    const float *q;
-    int64_t q_stride;
+    const word_t *q;
+    int64_t q_stride;       /* in words */
     int64_t row, row_count; /* first row, rows of the group */
     int64_t head;
 } group_t;
@@ -63,10 +67,12 @@ layout(forward_t *f, arena_t *arena, int64_t row_count, int64_t group_size, int6
     f->width = round_up(dim, VF);
     f->block = block_vectors(f->width / VF);
     f->state_count = round_up(MR * f->width + STATE_EXTRA, 16);
-    f->keys = arena_floats(arena, TILE_KEYS * dim);
-    f->values = arena_floats(arena, TILE_KEYS * f->width);
-    f->weights = arena_floats(arena, MR * TILE_KEYS);
-    f->padded = arena_floats(arena, MR * dim);
+    f->depth = words_of(dim);
+    f->keys = arena_words(arena, TILE_KEYS * f->depth);
+    f->values = arena_words(arena, TILE_WORDS * f->width);
+    f->weights = arena_words(arena, MR * TILE_WORDS);
+    f->scores = arena_floats(arena, MR * PANEL);
+    f->padded = arena_words(arena, MR * f->depth);
     int64_t groups = (row_count + MR - 1) / MR * group_size;
     f->states = arena_floats(arena, groups * f->state_count);
 }
@@ -80,17 +86,33 @@ forward_bytes(int64_t row_count, int64_t group_size, int64_t head_dim)
     return arena.used_bytes;
 }
 
-/* Raises the references of a group so that no weight of columns `column` ..
- * `column` + `count` - 1 is above its reference; scales what is there already: earlier
- * weights of the tile, sums, and, unless it is the first tile, results. */
+/* VF words of weights times x, which is at most 1. */
+INLINE void
+shrink_weights(word_t *weights, vf x, int32_t round)
+{
+#if FACTORS == 2
+    wide_t words = (wide_t)words_load(weights);
+    vf low = (vf)(words << 16) * x, high = (vf)(words & 0xffff0000u) * x;
+    wide_t lower = (wide_t)vf_round_bf16(low) >> 16;
+    words_store(weights, (vi)((wide_t)vf_round_bf16(high) | lower));
+    (void)round;
+#else
+    vf y = vf_load(weights) * x;
+    vf_store(weights, round ? vf_round_bf16(y) : y);
+#endif
+}
+
+/* Raises the references of a group so that none of `count` scores is above its
+ * reference; scales what is there already: weights of the tile's keys before `column`,
+ * sums, and, unless it is the first tile, results. */
 NOINLINE void
 raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t count,
                 int first_tile)
 {
     for (int r = 0; r < MR; r++) {
-        float *row = f->weights + r * TILE_KEYS;
+        float *row = f->scores + r * PANEL;
         vf top = vf_set(-INFINITY);
-        for (int64_t c = column; c < column + count; c += VF) {
+        for (int64_t c = 0; c < count; c += VF) {
             top = vf_max(vf_load(row + c), top);
         }
         float raise = vf_max_across(top);
@@ -100,14 +122,14 @@ raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t co
         g->reference[r] += raise;
         vf shrink = exp2_tile(vf_set(-raise * f->factor));
         vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
-        for (int64_t c = 0; c < column; c += VF) {
-            vf_store(row + c, vf_load(row + c) * shrink);
+        for (int64_t c = 0; c < words_of(column); c += VF) {
+            shrink_weights(f->weights + r * TILE_WORDS + c, shrink, f->view->round);
         }
         for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
             float *x = g->result + r * f->width + d;
             vf_store(x, vf_load(x) * shrink);
         }
-        for (int64_t c = column; c < column + count; c += VF) {
+        for (int64_t c = 0; c < count; c += VF) {
             vf_store(row + c, vf_load(row + c) - vf_set(raise));
         }
     }
@@ -130,8 +152,7 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
             s[r][v] = start;
         }
     }
-    int64_t dim = f->view->head_dim;
-    product(s, nv, g->q, g->q_stride, 1, f->keys + column * dim, PANEL, dim);
+    product(s, nv, g->q, g->q_stride, 1, f->keys + column * f->depth, PANEL, f->depth);
     if (first_panel) {
         UNROLL for (int r = 0; r < MR; r++)
         {
@@ -157,11 +178,10 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
             top = vi_max((vi)s[r][v], top);
         }
     }
-    float *weights = f->weights + column;
     if (__builtin_expect(any_greater((vf)top, vf_set(f->limit)), 0)) {
-        tile_store(s, nv, weights, TILE_KEYS);
+        tile_store(s, nv, f->scores, PANEL);
         raise_reference(f, g, column, nv * VF, first_tile);
-        tile_load(s, nv, weights, TILE_KEYS);
+        tile_load(s, nv, f->scores, PANEL);
     }
     vf factor = vf_set(f->factor);
     vf sum[MR];
@@ -177,13 +197,15 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
             if (masked) {
                 p = mask_select(mask_below(seen + r * step - v * VF), p, (vf){0});
             }
-            vf_store(weights + r * TILE_KEYS + v * VF, p);
             sum[r] += p;
+            s[r][v] = p;
         }
     }
     UNROLL for (int r = 0; r < MR; r++)
     {
         vf_store(g->sum + r * VF, sum[r]);
+        rows_store(f->weights + r * TILE_WORDS + column / FACTORS, s[r], nv,
+                   f->view->round);
     }
 }
 
@@ -234,7 +256,7 @@ add_values(const forward_t *f, const group_t *g, int nv, int64_t d, int64_t coun
     } else {
         tile_load(o, nv, result, f->width);
     }
-    product(o, nv, f->weights, TILE_KEYS, 1, f->values + d, f->width, count);
+    product(o, nv, f->weights, TILE_WORDS, 1, f->values + d, f->width, words_of(count));
     if (inverse == NULL) {
         tile_store(o, nv, result, f->width);
         return;
@@ -354,23 +376,6 @@ lead_rows(const attention_view_t *view, int64_t first)
     return first == 0 ? view->query_count % MR : 0;
 }
 
-/* A group of fewer than MR rows: copied, so that tiles may read MR rows. */
-static void
-pad_queries(const forward_t *f, group_t *g)
-{
-    int64_t dim = f->view->head_dim;
-    for (int64_t r = 0; r < MR; r++) {
-        float *to = f->padded + r * dim;
-        if (r < g->row_count) {
-            memcpy(to, g->q + r * g->q_stride, (size_t)dim * sizeof(float));
-        } else {
-            memset(to, 0, (size_t)dim * sizeof(float));
-        }
-    }
-    g->q = f->padded;
-    g->q_stride = dim;
-}
-
 /* All groups of one head that see the tile. `start`: the first row that does, or one of
  * its group. */
 static void
@@ -388,14 +393,22 @@ pass_head(const forward_t *f, int64_t head, int64_t first, int64_t start, int64_
             .result = state,
             .sum = state + MR * f->width,
             .reference = state + MR * f->width + MR * VF,
-            .q = view->q + row * view->q_stride + head * view->head_dim,
-            .q_stride = view->q_stride,
+            .q = f->padded,
+            .q_stride = f->depth,
             .row = row,
             .row_count = row == first && lead > 0 ? lead : MR,
             .head = head,
         };
-        if (g.row_count < MR) {
-            pad_queries(f, &g);
+        const float *q = view->q + row * view->q_stride + head * view->head_dim;
+#if FACTORS == 1
+        if (g.row_count == MR && !view->round) {
+            g.q = q;
+            g.q_stride = view->q_stride;
+        }
+#endif
+        if (g.q == f->padded) {
+            pack_tile_rows(f->padded, q, view->q_stride, g.row_count, view->head_dim,
+                           view->round);
         }
         pass_tile(f, &g, key, key_count);
         row += g.row_count;
@@ -435,6 +448,10 @@ forward(const attention_view_t *view, int64_t first, int64_t end, void *scratch)
                         key_count, view->head_dim, sign);
         pack_rows(f.values, f.width, view->v + key * view->v_stride, view->v_stride,
                   key_count, view->head_dim);
+        if (view->round) {
+            round_vectors(f.keys, round_up(key_count, PANEL) * view->head_dim);
+            round_vectors(f.values, key_count * f.width);
+        }
         int64_t start = max_i64(attention_first_row(view, key), first);
         for (int64_t head = 0; head < view->group_size; head++) {
             pass_head(&f, head, first, start, end, key, key_count);

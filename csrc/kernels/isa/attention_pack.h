@@ -8,18 +8,12 @@
 #include "attention_tile.h"
 
 #if defined(__AVX512F__)
-/* 16 rows x 16 columns -> 16 columns x 16 rows. Two rounds of 32- and 64-bit
+/* 16 rows of 16 words, r, to 16 columns of 16 rows. Two rounds of 32- and 64-bit
  * interleaving inside 128-bit lanes, two of moving lanes. */
 INLINE void
-transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_stride,
-                 float factor)
+transpose_words(word_t *to, int64_t to_stride, __m512 r[16])
 {
-    __m512 r[16], t[16];
-    const __m512 f = _mm512_set1_ps(factor);
-    UNROLL for (int i = 0; i < 16; i++)
-    {
-        r[i] = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_stride), f);
-    }
+    __m512 t[16];
     UNROLL for (int i = 0; i < 8; i++)
     {
         t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
@@ -48,9 +42,24 @@ transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_s
     }
     UNROLL for (int i = 0; i < 16; i++)
     {
-        _mm512_storeu_ps(to + i * to_stride, t[i]);
+        words_store(to + i * to_stride, (word_vector_t)t[i]);
     }
 }
+
+#if FACTORS == 1
+INLINE void
+transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_stride,
+                 float factor)
+{
+    __m512 r[16];
+    const __m512 f = _mm512_set1_ps(factor);
+    UNROLL for (int i = 0; i < 16; i++)
+    {
+        r[i] = _mm512_mul_ps(_mm512_loadu_ps(from + i * from_stride), f);
+    }
+    transpose_words(to, to_stride, r);
+}
+#endif
 #elif defined(__AVX2__)
 INLINE void
 transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_stride,
@@ -97,6 +106,7 @@ transpose_square(float *to, int64_t to_stride, const float *from, int64_t from_s
 }
 #endif
 
+#if FACTORS == 1
 /* VF rows or fewer of [.][dim] -> VF columns of a panel [dim][PANEL]. */
 static void
 pack_columns(float *to, const float *from, int64_t row_stride, int64_t count,
@@ -126,43 +136,129 @@ pack_columns(float *to, const float *from, int64_t row_stride, int64_t count,
     }
 }
 
-/* Rows [row_count][dim] -> panels [ceil(row_count / PANEL)][dim][PANEL], times factor,
- * columns beyond row_count zero. */
+#else
+/* VF rows or fewer of [.][dim] -> VF columns of a panel [words of dim][PANEL]. */
 static void
-pack_transposed(float *panels, const float *rows, int64_t row_stride, int64_t row_count,
-                int64_t dim, float factor)
+pack_columns(word_t *to, const float *from, int64_t row_stride, int64_t count,
+             int64_t dim, float factor)
+{
+    const __m512 f = _mm512_set1_ps(factor);
+    for (int64_t d = 0; d < dim; d += 2 * VF) {
+        __m512 r[VF];
+        int64_t depth = min_i64(2 * VF, dim - d);
+        if (count == VF && depth == 2 * VF) {
+            UNROLL for (int i = 0; i < VF; i++)
+            {
+                const float *x = from + i * row_stride + d;
+                __m512 low = _mm512_mul_ps(_mm512_loadu_ps(x), f);
+                __m512 high = _mm512_mul_ps(_mm512_loadu_ps(x + VF), f);
+                r[i] = (__m512)_mm512_cvtne2ps_pbh(high, low);
+            }
+            transpose_words(to + d / 2 * PANEL, PANEL, r);
+            continue;
+        }
+        int64_t left = min_i64(VF, depth);
+        for (int64_t i = 0; i < VF; i++) {
+            const float *x = from + i * row_stride + d;
+            vf low = {0}, high = {0};
+            if (i < count) {
+                low = vf_load_part(x, left);
+                high = vf_load_part(x + VF, depth - left);
+            }
+            r[i] = (__m512)_mm512_cvtne2ps_pbh(_mm512_mul_ps((__m512)high, f),
+                                               _mm512_mul_ps((__m512)low, f));
+        }
+        word_t square[VF * VF];
+        transpose_words(square, VF, r);
+        for (int64_t i = 0; i < words_of(depth); i++) {
+            words_store(to + (d / 2 + i) * PANEL, words_load(square + i * VF));
+        }
+    }
+}
+#endif
+
+/* Rows [row_count][dim] -> panels [ceil(row_count / PANEL)][words of dim][PANEL], times
+ * factor, columns beyond row_count zero. */
+static void
+pack_transposed(word_t *panels, const float *rows, int64_t row_stride,
+                int64_t row_count, int64_t dim, float factor)
 {
     int64_t columns = round_up(row_count, PANEL);
+    int64_t depth = words_of(dim);
     for (int64_t first = 0; first < columns; first += VF) {
-        float *to = panels + first / PANEL * PANEL * dim + first % PANEL;
+        word_t *to = panels + first / PANEL * PANEL * depth + first % PANEL;
         int64_t count = min_i64(VF, row_count - first);
         if (count > 0) {
             pack_columns(to, rows + first * row_stride, row_stride, count, dim, factor);
             continue;
         }
-        for (int64_t d = 0; d < dim; d++) {
-            vf_store(to + d * PANEL, (vf){0});
+        for (int64_t d = 0; d < depth; d++) {
+            words_store(to + d * PANEL, (word_vector_t){0});
         }
     }
 }
 
-/* Rows [row_count][dim] -> [row_count][width], width = dim rounded up to whole vectors,
- * zero-padded. */
+/* Rows [row_count][dim] -> [words of row_count][width], width = dim rounded up to whole
+ * vectors, zero-padded: a word takes from as many rows as it holds factors. */
 static void
-pack_rows(float *to, int64_t width, const float *rows, int64_t row_stride,
+pack_rows(word_t *to, int64_t width, const float *rows, int64_t row_stride,
           int64_t row_count, int64_t dim)
 {
-    for (int64_t r = 0; r < row_count; r++) {
+    for (int64_t r = 0; r < row_count; r += FACTORS) {
         const float *from = rows + r * row_stride;
+        const int64_t together = r + FACTORS <= row_count ? FACTORS : 1;
         int64_t d = 0;
         for (; d + VF <= dim; d += VF) {
-            vf_store(to + d, vf_load(from + d));
+            words_store(to + d,
+                        words_across(SOURCE_FLOAT, from + d, row_stride, together, VF));
         }
         if (d < dim) {
-            vf_store(to + d, vf_load_part(from + d, dim - d));
+            words_store(to + d, words_across(SOURCE_FLOAT, from + d, row_stride,
+                                             together, dim - d));
         }
         to += width;
     }
+}
+
+/* Rows [row_count][dim] -> [MR][words of dim], rows beyond row_count zero; rounded to
+ * bf16 if `round` says so or words hold two. */
+static void
+pack_tile_rows(word_t *to, const float *rows, int64_t row_stride, int64_t row_count,
+               int64_t dim, int32_t round)
+{
+    int64_t depth = words_of(dim);
+    for (int64_t r = 0; r < MR; r++) {
+        const float *from = rows + r * row_stride;
+        for (int64_t d = 0; d < dim; d += FACTORS * VF) {
+            int64_t count = min_i64(FACTORS * VF, dim - d);
+            word_vector_t x = {0};
+            if (r < row_count && round) {
+                x = words_along(SOURCE_ROUND, from + d, count);
+            } else if (r < row_count) {
+                x = words_along(SOURCE_FLOAT, from + d, count);
+            }
+            if (words_of(count) == VF) {
+                words_store(to + d / FACTORS, x);
+            } else {
+                words_store_part(to + d / FACTORS, x, words_of(count));
+            }
+        }
+        to += depth;
+    }
+}
+
+/* Rounds whole vectors of words of one factor to bf16, in place. */
+static void
+round_vectors(word_t *x, int64_t count)
+{
+#if FACTORS == 1
+    for (int64_t i = 0; i < count; i += VF) {
+        vf_store(x + i, vf_round_bf16(vf_load(x + i)));
+    }
+#else
+    (void)x;
+    (void)count;
+#endif
 }
 
 /* Hands out pieces of scratch; with base NULL it only measures. */
@@ -171,12 +267,24 @@ typedef struct arena {
     int64_t used_bytes;
 } arena_t;
 
+static inline void *
+arena_take(arena_t *arena, int64_t count)
+{
+    int64_t start = arena->used_bytes;
+    arena->used_bytes += round_up(count * (int64_t)sizeof(word_t), 64);
+    return arena->base == NULL ? NULL : arena->base + start;
+}
+
 static inline float *
 arena_floats(arena_t *arena, int64_t count)
 {
-    int64_t start = arena->used_bytes;
-    arena->used_bytes += round_up(count * (int64_t)sizeof(float), 64);
-    return arena->base == NULL ? NULL : (float *)(void *)(arena->base + start);
+    return arena_take(arena, count);
+}
+
+static inline word_t *
+arena_words(arena_t *arena, int64_t count)
+{
+    return arena_take(arena, count);
 }
 
 #endif

@@ -7,17 +7,20 @@
  * multiply-add (8 in flight), at less than half a load per multiply-add. B is read from
  * panels: [k][PANEL], contiguous, zero-padded. Loops over rows and vectors have
  * constant bounds and are unrolled, so that accumulator arrays live in registers.
+ *
+ * Factors are read as words (words.h): with AVX512_BF16 two bf16 numbers that follow
+ * each other in k, so that a product's k counts pairs. There the accumulators are fed
+ * twice as fast; the softmax between the products stays fp32.
  */
 #ifndef DCP_ATTENTION_TILE_H
 #define DCP_ATTENTION_TILE_H
 
 #include "../attention.h"
-#include "simd.h"
+#include "words.h"
 
 #include <math.h>
 
 #define NOINLINE static __attribute__((noinline))
-#define INLINE static inline __attribute__((always_inline))
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define DCP_SANITIZED 1
 #elif defined(__has_feature)
@@ -43,6 +46,13 @@
 #define PANEL (NV * VF) /* columns of a panel: 64, 16, 8 */
 
 #define LOG2_E 1.44269504f
+
+/* Words that hold `count` factors. */
+static inline int64_t
+words_of(int64_t count)
+{
+    return (count + FACTORS - 1) / FACTORS;
+}
 
 static inline int64_t
 round_up(int64_t x, int64_t unit)
@@ -188,24 +198,24 @@ sum_across(vf x)
 /* ---- products ---- */
 
 /* c[r][v] += sum over k < count of a[r * a_row + k * a_step] * b[k * b_step + v * VF],
- * r < MR, v < nv. */
+ * r < MR, v < nv; all counts in words. */
 INLINE void
-product(vf c[MR][NV], int nv, const float *a, int64_t a_row, int64_t a_step,
-        const float *b, int64_t b_step, int64_t count)
+product(vf c[MR][NV], int nv, const word_t *a, int64_t a_row, int64_t a_step,
+        const word_t *b, int64_t b_step, int64_t count)
 {
     UNROLL_PRODUCT for (int64_t k = 0; k < count; k++)
     {
-        vf column[NV];
+        word_vector_t column[NV];
         UNROLL for (int v = 0; v < nv; v++)
         {
-            column[v] = vf_load(b + v * VF);
+            column[v] = words_load(b + v * VF);
         }
         UNROLL for (int r = 0; r < MR; r++)
         {
-            vf x = vf_set(a[r * a_row]);
+            word_t x = a[r * a_row];
             UNROLL for (int v = 0; v < nv; v++)
             {
-                c[r][v] = vf_fma(x, column[v], c[r][v]);
+                c[r][v] = multiply_add(x, column[v], c[r][v]);
             }
         }
         a += a_step;
@@ -247,6 +257,29 @@ tile_store(vf c[MR][NV], int nv, float *x, int64_t stride)
             vf_store(x + r * stride + v * VF, c[r][v]);
         }
     }
+}
+
+/* A row of the tile as factors. */
+INLINE void
+rows_store(word_t *to, const vf x[NV], int nv, int32_t round)
+{
+#if FACTORS == 2
+    (void)round;
+    UNROLL for (int v = 0; v + 1 < nv; v += 2)
+    {
+        words_store(to + v * VF / 2,
+                    (vi)_mm512_cvtne2ps_pbh((__m512)x[v + 1], (__m512)x[v]));
+    }
+    if (nv % 2 != 0) {
+        _mm256_storeu_si256((__m256i *)(void *)(to + (nv - 1) * VF / 2),
+                            (__m256i)_mm512_cvtneps_pbh((__m512)x[nv - 1]));
+    }
+#else
+    UNROLL for (int v = 0; v < nv; v++)
+    {
+        vf_store(to + v * VF, round ? vf_round_bf16(x[v]) : x[v]);
+    }
+#endif
 }
 
 /* Vectors a block of a row of `vectors` vectors has: as even blocks as possible, since

@@ -8,8 +8,12 @@
  *
  * Every element of C is base + bias + one chain of fused multiply-adds in increasing k,
  * from zero, whatever the tile: its bits do not depend on where in a tile it lies.
+ *
+ * With AVX512_BF16 the same tile runs over words of two bf16 numbers, at two
+ * multiply-adds a lane: c + a1 b1 + a0 b0 as the instruction defines it (two roundings
+ * to nearest even, subnormal numbers count as zero), again one chain an element.
  */
-#include "simd.h"
+#include "words.h"
 
 #include "../gemm_ops.h"
 
@@ -40,13 +44,13 @@
 #endif
 #define PANEL (2 * VF)
 
-#define INLINE static inline __attribute__((always_inline))
+/* ---- the tile ---- */
 
 typedef struct tile {
-    int64_t kc;
-    const float *a;
+    int64_t kc; /* words */
+    const word_t *a;
     int64_t a_stride;
-    const float *b;
+    const word_t *b;
     float *c;
     int64_t ldc;
     const float *base;
@@ -90,26 +94,26 @@ tile_store(const int rows, const int vectors, const int partial, const int has_b
 }
 
 INLINE void
-tile_run(const int rows, const int vectors, const int packed, const tile_t *t)
+tile_run(const int rows, const int vectors, const int strips, const tile_t *t)
 {
     vf acc[ROWS][2] = {{{0}}};
-    const float *a = t->a, *b = t->b;
+    const word_t *a = t->a, *b = t->b;
     const int64_t stride = t->a_stride;
     for (int i = 0; i < rows; i++) {
         __builtin_prefetch(t->c + i * t->ldc, 1);
         __builtin_prefetch(t->c + i * t->ldc + (t->columns - 1), 1);
     }
     for (int64_t k = 0; k < t->kc; k++) {
-        vf b0 = vf_load(b), b1 = vectors == 2 ? vf_load(b + VF) : b0;
+        word_vector_t b0 = words_load(b), b1 = vectors == 2 ? words_load(b + VF) : b0;
 #pragma GCC unroll 16
         for (int i = 0; i < rows; i++) {
-            vf x = vf_set(packed ? a[i] : a[i * stride]);
-            acc[i][0] = vf_fma(x, b0, acc[i][0]);
+            word_t x = strips ? a[i] : a[i * stride];
+            acc[i][0] = multiply_add(x, b0, acc[i][0]);
             if (vectors == 2) {
-                acc[i][1] = vf_fma(x, b1, acc[i][1]);
+                acc[i][1] = multiply_add(x, b1, acc[i][1]);
             }
         }
-        a += packed ? rows : 1;
+        a += strips ? rows : 1;
         b += vectors * VF;
     }
     if (t->columns < vectors * VF) {
@@ -127,10 +131,10 @@ tile_run(const int rows, const int vectors, const int packed, const tile_t *t)
 
 typedef void (*tile_func_t)(const tile_t *tile);
 
-#define TILE(rows, vectors, packed)                                 \
-    static void tile_##rows##_##vectors##_##packed(const tile_t *t) \
+#define TILE(rows, vectors, strips)                                 \
+    static void tile_##rows##_##vectors##_##strips(const tile_t *t) \
     {                                                               \
-        tile_run(rows, vectors, packed, t);                         \
+        tile_run(rows, vectors, strips, t);                         \
     }
 #define TILES(rows)  \
     TILE(rows, 1, 0) \
@@ -139,7 +143,7 @@ typedef void (*tile_func_t)(const tile_t *tile);
     TILE(rows, 2, 1)
 EACH_ROWS(TILES)
 
-/* [rows - 1][vectors - 1][packed] */
+/* [rows - 1][vectors - 1][strips] */
 #define TILE_ENTRY(rows) \
     {{tile_##rows##_1_0, tile_##rows##_1_1}, {tile_##rows##_2_0, tile_##rows##_2_1}},
 static const tile_func_t tiles[ROWS][2][2] = {EACH_ROWS(TILE_ENTRY)};
@@ -149,7 +153,7 @@ static void
 block_run(const gemm_block_t *block)
 {
     const gemm_strips_t strips = gemm_strips(block->m, ROWS);
-    const int packed = block->a_packed != 0;
+    const int in_strips = block->a_strips != 0;
     tile_t t = {
         .kc = block->kc,
         .a_stride = block->a_stride,
@@ -161,15 +165,15 @@ block_run(const gemm_block_t *block)
         const int wide = left > VF;
         t.columns = left < PANEL ? left : PANEL;
         t.a = block->a;
-        t.b = block->b + column / PANEL * block->panel_stride
+        t.b = (const word_t *)block->b + column / PANEL * block->panel_stride
               + block->b_skip * (wide ? PANEL : VF);
         t.c = block->c + column;
         t.base = block->base == NULL ? NULL : block->base + column;
         t.bias = block->bias == NULL ? NULL : block->bias + column;
         for (int64_t s = 0; s < strips.count; s++) {
             const int64_t rows = strips.least + (s < strips.longer);
-            tiles[rows - 1][wide][packed](&t);
-            t.a += rows * (packed ? block->kc : block->a_stride);
+            tiles[rows - 1][wide][in_strips](&t);
+            t.a += rows * (in_strips ? block->kc : block->a_stride);
             t.c += rows * block->ldc;
             if (t.base != NULL) {
                 t.base += rows * block->ld_base;
@@ -178,50 +182,90 @@ block_run(const gemm_block_t *block)
     }
 }
 
-/* Packing goes down PACK_ROWS rows of the source at a time, so that the lines of a row
- * serve all strips or panels that share them, and fetches the next rows meanwhile (past
- * the end too: harmless). */
-enum { PACK_ROWS = 32 };
+/* ---- packing ---- */
 
-/* One strip of `rows` rows: k elements of stride lda, each `rows` floats wide. */
+/* It goes down PACK_ROWS words of k at a time, so that the lines of a row serve all
+ * strips or panels that share them, and fetches the next rows meanwhile (past the end
+ * too: harmless). */
+enum { PACK_ROWS = 32, PACK_DEPTH = PACK_ROWS * FACTORS };
+
+/* One strip of `rows` rows: k numbers of stride lda, each word `rows` wide. */
 INLINE void
-strip_pack(const int rows, int64_t k, const float *a, int64_t lda, float *to)
+strip_pack(const int rows, const int source, int64_t k, const float *a, int64_t lda,
+           word_t *to)
 {
-    for (int64_t j = 0; j < k; j++) {
-        __builtin_prefetch(a + PACK_ROWS * lda);
-        memcpy(to, a, (size_t)rows * sizeof(float));
-        a += lda;
+    for (int64_t j = 0; j < k; j += FACTORS) {
+        __builtin_prefetch(a + PACK_DEPTH * lda);
+        if (FACTORS == 1 && source == SOURCE_FLOAT) {
+            memcpy(to, a, (size_t)rows * sizeof(float));
+        } else {
+            for (int i = 0; i < rows; i += VF) {
+                const int count = rows - i < VF ? rows - i : VF;
+                words_store_part(
+                    to + i, words_across(source, a + i, lda, k - j < 2 ? 1 : 2, count),
+                    count);
+            }
+        }
+        a += FACTORS * lda;
         to += rows;
     }
 }
 
-typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, float *to);
+typedef void (*strip_func_t)(int64_t k, const float *a, int64_t lda, word_t *to);
 
-#define STRIP(rows)                                                             \
-    static void strip_##rows(int64_t k, const float *a, int64_t lda, float *to) \
-    {                                                                           \
-        strip_pack(rows, k, a, lda, to);                                        \
+#define STRIP(rows)                                                          \
+    static void strip_##rows##_float(int64_t k, const float *a, int64_t lda, \
+                                     word_t *to)                             \
+    {                                                                        \
+        strip_pack(rows, SOURCE_FLOAT, k, a, lda, to);                       \
+    }                                                                        \
+    static void strip_##rows##_round(int64_t k, const float *a, int64_t lda, \
+                                     word_t *to)                             \
+    {                                                                        \
+        strip_pack(rows, SOURCE_ROUND, k, a, lda, to);                       \
     }
 
 EACH_ROWS(STRIP)
 
-#define STRIP_ENTRY(rows) strip_##rows,
-static const strip_func_t strip_packs[ROWS] = {EACH_ROWS(STRIP_ENTRY)};
+/* [rows - 1][source] */
+#define STRIP_ENTRY(rows) {strip_##rows##_float, strip_##rows##_round},
+static const strip_func_t strip_packs[ROWS][2] = {EACH_ROWS(STRIP_ENTRY)};
 
 static void
-pack_a(int64_t m, int64_t k, const float *a, int64_t lda, float *packed)
+pack_strips(source_t source, int64_t m, int64_t k, const float *a, int64_t lda,
+            void *packed)
 {
     const gemm_strips_t strips = gemm_strips(m, ROWS);
-    for (int64_t j = 0; j < k; j += PACK_ROWS) {
-        int64_t depth = k - j < PACK_ROWS ? k - j : PACK_ROWS;
+    const int64_t words = (k + FACTORS - 1) / FACTORS;
+    for (int64_t j = 0; j < k; j += PACK_DEPTH) {
+        int64_t depth = k - j < PACK_DEPTH ? k - j : PACK_DEPTH;
         const float *from = a + j * lda;
-        float *to = packed;
+        word_t *to = packed;
         for (int64_t s = 0; s < strips.count; s++) {
             int64_t rows = strips.least + (s < strips.longer);
-            strip_packs[rows - 1](depth, from, lda, to + j * rows);
+            strip_packs[rows - 1][source](depth, from, lda, to + j / FACTORS * rows);
             from += rows;
-            to += rows * k;
+            to += rows * words;
         }
+    }
+}
+
+static void
+pack_rows(int64_t m, int64_t k, const float *a, int64_t lda, void *packed)
+{
+    word_t *to = packed;
+    for (int64_t row = 0; row < m; row++) {
+        int64_t j = 0;
+        for (; j + FACTORS * VF <= k; j += FACTORS * VF) {
+            words_store(to, words_along(SOURCE_ROUND, a + j, FACTORS * VF));
+            to += VF;
+        }
+        if (j < k) {
+            int64_t words = (k - j + FACTORS - 1) / FACTORS;
+            words_store_part(to, words_along(SOURCE_ROUND, a + j, k - j), words);
+            to += words;
+        }
+        a += lda;
     }
 }
 
@@ -289,84 +333,106 @@ transpose(vf x[VF])
 #endif
 }
 
-/* `columns` columns (1..VF), each k contiguous elements with stride ldb, to the rows of
+/* `columns` columns (1..VF), each k contiguous numbers with stride ldb, to the rows of
  * a panel `width` wide. */
-static void
-columns_transpose(int64_t columns, int64_t k, const float *b, int64_t ldb,
-                  int64_t width, float *to)
+INLINE void
+columns_transpose(const int source, int64_t columns, int64_t k, const void *b,
+                  int64_t ldb, int64_t width, word_t *to)
 {
-    for (int64_t j = 0; j < k; j += VF) {
-        int64_t depth = k - j < VF ? k - j : VF;
+    for (int64_t j = 0; j < k; j += FACTORS * VF) {
+        int64_t depth = k - j < FACTORS * VF ? k - j : FACTORS * VF;
         vf x[VF];
-        if (columns == VF && depth == VF) {
+        if (columns == VF && depth == FACTORS * VF) {
 #pragma GCC unroll 16
             for (int i = 0; i < VF; i++) {
-                x[i] = vf_load(b + i * ldb + j);
+                const void *from = numbers_at(source, b, i * ldb + j);
+                x[i] = (vf)words_along(source, from, FACTORS * VF);
             }
             transpose(x);
 #pragma GCC unroll 16
             for (int i = 0; i < VF; i++) {
-                vf_store(to + (j + i) * width, x[i]);
+                words_store(to + i * width, (word_vector_t)x[i]);
             }
         } else {
             for (int64_t i = 0; i < VF; i++) {
-                x[i] = i < columns ? vf_load_part(b + i * ldb + j, depth) : (vf){0};
+                const void *from = numbers_at(source, b, i * ldb + j);
+                x[i] = i < columns ? (vf)words_along(source, from, depth) : (vf){0};
             }
             transpose(x);
-            for (int64_t i = 0; i < depth; i++) {
-                vf_store(to + (j + i) * width, x[i]);
+            for (int64_t i = 0; i * FACTORS < depth; i++) {
+                words_store(to + i * width, (word_vector_t)x[i]);
             }
         }
+        to += VF * width;
     }
 }
 
 /* `columns` columns (1..PANEL) of k rows with stride ldb to a panel `width` wide. */
-static void
-columns_copy(int64_t columns, int64_t k, const float *b, int64_t ldb, int64_t width,
-             float *to)
+INLINE void
+columns_copy(const int source, int64_t columns, int64_t k, const void *b, int64_t ldb,
+             int64_t width, word_t *to)
 {
-    for (int64_t j = 0; j < k; j++) {
-        __builtin_prefetch(b + PACK_ROWS * ldb);
+    for (int64_t j = 0; j < k; j += FACTORS) {
+        const int64_t rows = k - j < FACTORS ? 1 : FACTORS;
+        __builtin_prefetch(numbers_at(source, b, PACK_DEPTH * ldb));
         if (columns == PANEL) {
-            __builtin_prefetch(b + PACK_ROWS * ldb + PANEL - 1);
-            vf_store(to, vf_load(b));
-            vf_store(to + VF, vf_load(b + VF));
+            __builtin_prefetch(numbers_at(source, b, PACK_DEPTH * ldb + PANEL - 1));
+            const void *second = numbers_at(source, b, VF);
+            words_store(to, words_across(source, b, ldb, rows, VF));
+            words_store(to + VF, words_across(source, second, ldb, rows, VF));
         } else {
             for (int64_t i = 0; i < width; i += VF) {
                 int64_t left = columns - i < VF ? columns - i : VF;
-                vf_store(to + i, left > 0 ? vf_load_part(b + i, left) : (vf){0});
+                words_store(to + i, left > 0
+                                        ? words_across(source, numbers_at(source, b, i),
+                                                       ldb, rows, left)
+                                        : (word_vector_t){0});
             }
         }
-        b += ldb;
+        b = numbers_at(source, b, FACTORS * ldb);
         to += width;
     }
 }
 
-static void
-pack_b(int64_t n, int64_t k, const float *b, int64_t ldb, int32_t trans_b,
-       int64_t panel_stride, float *packed)
+INLINE void
+panels_pack(const int source, int64_t n, int64_t k, const void *b, int64_t ldb,
+            int32_t trans_b, int64_t panel_stride, word_t *packed)
 {
     if (trans_b) {
         for (int64_t column = 0; column < n; column += VF) {
             int64_t columns = n - column < VF ? n - column : VF;
             int64_t first = column / PANEL * PANEL; /* of its panel */
             int64_t width = n - first > VF ? PANEL : VF;
-            columns_transpose(columns, k, b + column * ldb, ldb, width,
-                              packed + column / PANEL * panel_stride
-                                  + (column - first));
+            columns_transpose(
+                source, columns, k, numbers_at(source, b, column * ldb), ldb, width,
+                packed + column / PANEL * panel_stride + (column - first));
         }
         return;
     }
-    for (int64_t j = 0; j < k; j += PACK_ROWS) {
-        int64_t depth = k - j < PACK_ROWS ? k - j : PACK_ROWS;
-        float *panel = packed;
+    for (int64_t j = 0; j < k; j += PACK_DEPTH) {
+        int64_t depth = k - j < PACK_DEPTH ? k - j : PACK_DEPTH;
+        word_t *panel = packed;
         for (int64_t column = 0; column < n; column += PANEL) {
             int64_t columns = n - column < PANEL ? n - column : PANEL;
             int64_t width = columns > VF ? PANEL : VF;
-            columns_copy(columns, depth, b + j * ldb + column, ldb, width,
-                         panel + j * width);
+            columns_copy(source, columns, depth,
+                         numbers_at(source, b, j * ldb + column), ldb, width,
+                         panel + j / FACTORS * width);
             panel += panel_stride;
         }
+    }
+}
+
+static void
+pack_b(source_t source, int64_t n, int64_t k, const void *b, int64_t ldb,
+       int32_t trans_b, int64_t panel_stride, void *packed)
+{
+    if (source == SOURCE_BF16) {
+        panels_pack(SOURCE_BF16, n, k, b, ldb, trans_b, panel_stride, packed);
+    } else if (source == SOURCE_ROUND && FACTORS == 1) {
+        panels_pack(SOURCE_ROUND, n, k, b, ldb, trans_b, panel_stride, packed);
+    } else {
+        panels_pack(SOURCE_FLOAT, n, k, b, ldb, trans_b, panel_stride, packed);
     }
 }
 
@@ -374,7 +440,9 @@ extern const gemm_ops_t ISA_NAME(gemm_ops);
 const gemm_ops_t ISA_NAME(gemm_ops) = {
     .rows = ROWS,
     .vector = VF,
+    .factors = FACTORS,
     .pack_b = pack_b,
-    .pack_a = pack_a,
+    .pack_strips = pack_strips,
+    .pack_rows = pack_rows,
     .block = block_run,
 };

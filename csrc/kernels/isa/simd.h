@@ -132,6 +132,17 @@ vf_fma(vf a, vf b, vf c)
 #endif
 }
 
+/* Rounded to bf16, nearest even, and still fp32: the upper half of the bits, the lower
+ * one zero. A NaN stays one. */
+static inline vf
+vf_round_bf16(vf x)
+{
+    vi bits = (vi)x;
+    vi rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    vi nan = x != x;
+    return (vf)(((rounded & ~nan) | ((bits | 0x400000) & nan)) & ~0xffff);
+}
+
 /* The larger; b where either is a NaN, in every instruction set. So vf_max(limit, x)
  * keeps the NaN of x, and vf_max(x, best) leaves it out. */
 static inline vf
