@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import dcp
 from dcp import _dcp, checkpoint, sharded_tensors, tensor_list
 from dcp.optim import OPTIMIZERS, AdamW
+from dcp.sharded_part import rows_of
 from dcp.sharded_tensors import ShardedTensors
 
 MODES = list(itertools.product((True, False), ("step", "layer"), ("float32", "bfloat16")))
@@ -512,9 +513,7 @@ def test_any_shapes(sets, groups, ranks) -> None:
                 model.full_tensor(name, kind="gradients"), values_of(name, shape, 1)
             )
         part = model._trained
-        table = [
-            (*sharded_tensors._rows(t.shape), part.groups[t.group], t.block) for t in part.tensors
-        ]
+        table = [(*rows_of(t.shape), part.groups[t.group], t.block) for t in part.tensors]
     layout = _dcp.DBufferLayout(np.array(table, np.int64).reshape(-1, 4), ranks, 1, 0)
     owned = {i: [] for i in range(len(table))}
     for rank in range(ranks):
@@ -617,8 +616,8 @@ def test_with_torch_without_a_copy() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     with dcp.init("self") as world, dcp.fully_shard([("w", weight)], world) as model:
         view, gradient = model.gather(0)["w"], model.gradients("w")
-        leaf = torch.from_numpy(view).requires_grad_()
-        leaf.grad = torch.from_numpy(gradient)
+        leaf = torch.from_dlpack(view).requires_grad_()
+        leaf.grad = torch.from_dlpack(gradient)
         (leaf * 3).sum().backward()
         assert leaf.data_ptr() == view.ctypes.data and (gradient == 3).all()
         del leaf, view, gradient
