@@ -69,7 +69,7 @@ layout(backward_t *b, arena_t *arena, int64_t key_count, int64_t dim)
     b->score_gradients = arena_words(arena, words_of(KEY_BLOCK) * BLOCK + 16);
     b->dq = arena_floats(arena, round_up(BLOCK, MR) * b->width);
     b->keys = arena_words(arena, words_of(keys) * b->width);
-    b->values_padded = arena_words(arena, MR * b->depth);
+    b->values_padded = arena_words(arena, round_up(MR * b->depth, VF));
 #if FACTORS == 1
     b->exact = b->weights;
     b->key_rows = b->keys;

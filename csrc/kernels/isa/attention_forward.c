@@ -72,7 +72,7 @@ layout(forward_t *f, arena_t *arena, int64_t row_count, int64_t group_size, int6
     f->values = arena_words(arena, TILE_WORDS * f->width);
     f->weights = arena_words(arena, MR * TILE_WORDS);
     f->scores = arena_floats(arena, MR * PANEL);
-    f->padded = arena_words(arena, MR * f->depth);
+    f->padded = arena_words(arena, round_up(MR * f->depth, VF));
     int64_t groups = (row_count + MR - 1) / MR * group_size;
     f->states = arena_floats(arena, groups * f->state_count);
 }
