@@ -38,8 +38,14 @@ _HOME = {
     "Model": "dcp.models",
     "plan_layout": "dcp.layout",
     "Layout": "dcp.layout",
+    "Mesh": "dcp.placement",
+    "RaggedShard": "dcp.placement",
+    "Replicate": "dcp.placement",
+    "Shard": "dcp.placement",
+    "redistribute": "dcp.placement",
     "fully_shard": "dcp.sharded",
     "ShardedModel": "dcp.sharded",
+    "ShardedTensors": "dcp.sharded_tensors",
     "CostModel": "dcp.cost",
     "profile": "dcp.profiling",
     "Plan": "dcp.planning",
@@ -47,7 +53,7 @@ _HOME = {
     "Loader": "dcp.loader",
     "Trainer": "dcp.trainer",
 }
-_MODULES = {"buckets", "data", "ops", "optim", "simulate"}
+_MODULES = {"buckets", "checkpoint", "data", "layout", "ops", "optim", "placement", "simulate"}
 
 __all__ = ["__version__", *sorted(_HOME), *sorted(_MODULES)]
 

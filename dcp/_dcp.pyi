@@ -200,6 +200,14 @@ def layout_plan(
     sizes: Any, blocks: Any, ranks: int, unit: int, order: int
 ) -> tuple[NDArray[np.int64], int]: ...
 def exact_sum(values: NDArray[np.float64]) -> float: ...
+def optimizer_bytes(
+    config: Mapping[str, Any],
+    rules: Sequence[tuple[Any, ...]],
+    *,
+    ranks: int = 1,
+    block_rows: int = 1,
+    no_windows: bool = False,
+) -> int: ...
 
 class Sharded:
     def __init__(
@@ -228,10 +236,6 @@ class Sharded:
         plan_hash: int = 0,
         clip: float = 0.0,
         lr: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         skip_nonfinite: bool = False,
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
@@ -245,6 +249,9 @@ class Sharded:
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
     ) -> float: ...
+    def set_optimizer(self, rules: Sequence[tuple[Any, ...]], keep: bool) -> None: ...
+    def states(self) -> list[tuple[str, dict[int, tuple[int, ...]]]]: ...
+    def state_runs(self, state: int) -> list[tuple[int, int, NDArray[Any]]]: ...
     def evaluate(
         self,
         micro_batches: Sequence[Any],

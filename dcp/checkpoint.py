@@ -4,97 +4,72 @@
 tensor and global range and no padding is stored, so the number of ranks that saved means nothing
 to those that load. A checkpoint is written beside its place and renamed when it is whole: killed
 at any moment, a run leaves whole checkpoints and leftovers that the next save clears away.
+
+A kind is what is kept of the tensors: ``weights``, and each state of the optimizer by name. Kinds
+may have a dtype and, by tensor, shapes of their own (scales of blocks, preconditioners).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
-import json
+import logging
 import os
-import re
-import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from dcp import _dcp
 from dcp import checkpoint_format as form
-from dcp.checkpoint_format import FloatArray, Index, Piece, ShardFile
+from dcp.checkpoint_exchange import convert_index, export_index
+from dcp.checkpoint_folder import is_foreign, is_used, latest, resolve
+from dcp.checkpoint_foreign import open_foreign
+from dcp.checkpoint_format import DTYPES, Array, Index
+from dcp.checkpoint_match import (
+    Loaded,
+    Rename,
+    check_kind,
+    compare_configs,
+    compare_shapes,
+    match_tensors,
+    names_here,
+    wanted_names,
+)
+from dcp.checkpoint_reader import Reader, Request
+from dcp.checkpoint_writer import (
+    KindShapes,
+    Run,
+    Saving,
+    Shapes,
+    Shards,
+    World,
+    held_kinds,
+    parts_of,
+    plain,
+    plain_shapes,
+)
 
-__all__ = ["Run", "gather", "is_used", "latest", "load", "resolve", "save", "show", "verify"]
-
-_STEP = re.compile(r"step-(\d{8,})")
-_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
-_KIND = re.compile(r"[A-Za-z0-9_.-]+")
-
-
-class Run(NamedTuple):
-    """Elements ``[first, first + array.size)`` of tensor ``name``, in row-major order.
-
-    ``array`` is a contiguous 1-D float32 view, read by :func:`save` and written by :func:`load`.
-    """
-
-    name: str
-    first: int
-    array: FloatArray
-
-
-Shards = Mapping[str, Sequence[Run]]
-Shapes = Mapping[str, Sequence[int]]
-
-
-class World(Protocol):
-    """What saving and loading need of a world."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def barrier(self) -> None: ...
-    def abort(self, text: str, /) -> None: ...
-
-
-def _plain(value: Any, what: str) -> dict[str, Any]:
-    """As JSON gives it back."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    try:
-        result = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise _dcp.ArgumentError(f"{what} cannot be written as JSON: {error}") from error
-    if not isinstance(result, dict):
-        raise _dcp.ArgumentError(f"{what} must be a mapping, got {type(value).__name__}")
-    return result
+__all__ = [
+    "Loaded",
+    "Run",
+    "compare_configs",
+    "convert",
+    "export",
+    "gather",
+    "is_used",
+    "latest",
+    "load",
+    "read",
+    "resolve",
+    "save",
+    "show",
+    "verify",
+]
 
 
-def _check_shards(shards: Shards, shapes: Mapping[str, tuple[int, ...]], writable: bool) -> None:
-    for kind, runs in shards.items():
-        if not _KIND.fullmatch(kind):
-            raise _dcp.ArgumentError(f"kind {kind!r} must consist of letters, digits, _ . -")
-        for name, first, array in runs:
-            where = f"shards[{kind!r}], {name}"
-            if name not in shapes:
-                raise _dcp.ArgumentError(f"{where}: shapes has no such tensor")
-            if (
-                not isinstance(array, np.ndarray)
-                or array.dtype != np.float32
-                or array.ndim != 1
-                or not array.flags.c_contiguous
-            ):
-                raise _dcp.DTypeError(f"{where}: array must be contiguous 1-D float32")
-            if writable and not array.flags.writeable:
-                raise _dcp.ArgumentError(f"{where}: array is read-only")
-            size = prod(shapes[name])
-            if first < 0 or first + array.size > size:
-                raise _dcp.ArgumentError(
-                    f"{where}: elements {first}..{first + array.size} pass the end, {size}"
-                )
+_logger = logging.getLogger("dcp")
 
 
 @contextmanager
@@ -110,124 +85,6 @@ def _together(world: World | None, what: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One writer a folder. The lock goes with its process, so what it left behind is dead."""
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _dcp.FileError(f"{folder}: another run is writing a checkpoint there") from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-
-
-def _scan(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """(step, path) of the subfolders that match, oldest first."""
-    found = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            match = pattern.fullmatch(entry.name)
-            if match and entry.is_dir():
-                found.append((int(match[1]), folder / entry.name))
-    return sorted(found)
-
-
-def _fault(path: Path) -> str | None:
-    """Why this is not a whole checkpoint; None if it is. Does not read the data."""
-    try:
-        index = form.read_index(path)
-        form.check_files(index)
-        form.check_coverage(path, index.shapes, index.kinds, index.files)
-    except _dcp.FileError as error:
-        return str(error)
-    return None
-
-
-def _remove(path: Path) -> None:
-    """Renames first: killed halfway, what is left has no checkpoint's name."""
-    aside = path.with_name(f".{path.name.removeprefix('.')}.tmp")
-    if aside.exists():
-        shutil.rmtree(aside)
-    path.rename(aside)
-    shutil.rmtree(aside)
-
-
-def _clear(folder: Path) -> None:
-    """Leftovers of dead writers; a checkpoint that was being replaced goes back to its place."""
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path)
-    for step, path in _scan(folder, _REPLACED):
-        place = folder / f"step-{step:08d}"
-        if place.exists():
-            _remove(path)
-        else:
-            path.rename(place)
-
-
-def _publish(aside: Path, place: Path) -> None:
-    """Puts the finished folder where it belongs."""
-    replaced = place.with_name(f".{place.name}.replaced")
-    if place.exists():
-        if _fault(place) is None:
-            place.rename(replaced)  # stays findable until the new one is there
-        else:
-            shutil.rmtree(place)
-    aside.rename(place)
-    form.fsync_folder(place.parent)
-    if replaced.exists():
-        _remove(replaced)
-
-
-def _prune(folder: Path, newest: Path, keep: int) -> None:
-    older = [path for _, path in _scan(folder, _STEP) if path != newest and _fault(path) is None]
-    for path in older[: max(0, len(older) - (keep - 1))]:
-        _remove(path)
-
-
-def _collect(aside: Path, world: int, agreed: list[Any]) -> list[ShardFile]:
-    """What every rank wrote, from the notes that they left beside their files."""
-    files = []
-    for rank in range(world):
-        note = aside / f"rank-{rank}.json"
-        document = json.loads(note.read_bytes())
-        note.unlink()
-        if document["agreed"] != agreed:
-            raise _dcp.MismatchError(
-                f"rank {rank} saves another step, shapes or config than rank 0"
-            )
-        pieces = [Piece(*piece) for piece in document["pieces"]]
-        files.append(ShardFile(document["name"], document["bytes"], pieces))
-    return files
-
-
-def _finish(
-    aside: Path,
-    place: Path,
-    *,
-    step: int,
-    world: int,
-    shapes: dict[str, tuple[int, ...]],
-    kinds: list[str],
-    state: dict[str, Any],
-    config: dict[str, Any],
-    agreed: list[Any],
-) -> None:
-    """Rank 0, when all files are written: checks them against each other, index, rename."""
-    files = _collect(aside, world, agreed)
-    names: dict[str, set[str]] = {kind: set() for kind in kinds}
-    for file in files:
-        for piece in file.pieces:
-            names.setdefault(piece.kind, set()).add(piece.tensor)
-    names.setdefault("weights", set()).update(shapes)  # the one kind that has every tensor
-    listed = {kind: [name for name in shapes if name in names[kind]] for kind in names}
-    form.check_coverage(place, shapes, listed, files)
-    form.write_index(Index(aside, step, world, shapes, listed, files, config, state))
-    form.fsync_folder(aside)
-    _publish(aside, place)
-
-
 def save(
     folder: str | os.PathLike[str],
     *,
@@ -238,6 +95,7 @@ def save(
     state: Mapping[str, Any],
     config: Any,
     keep: int = 3,
+    kind_shapes: KindShapes | None = None,
 ) -> Path:
     """Writes ``folder/step-XXXXXXXX`` from the shards of all ranks. Collective.
 
@@ -259,6 +117,8 @@ def save(
         dataclass.
     keep : int, optional
         Whole checkpoints that stay, this one included, >= 1; older ones go.
+    kind_shapes : mapping of str to mapping of str to shape, optional
+        Kind to tensor to shape, where it is not the tensor's; runs count its elements.
 
     Returns
     -------
@@ -271,7 +131,7 @@ def save(
         If the folder cannot be written, another run is writing there, or the shards do not cover
         the tensors. The other ranks get dcp.AbortedError.
     dcp.ArgumentError, dcp.DTypeError, dcp.MismatchError
-        If an argument is wrong, or ranks differ in step, shapes or config.
+        If an argument is wrong, or ranks differ in step, shapes, dtypes or config.
 
     Examples
     --------
@@ -285,133 +145,41 @@ def save(
     ...     print(path.name, checkpoint.load(path, shards=shards, shapes={"w": (2, 3)}))
     step-00000012 {'epoch': 1}
     """
-    folder = Path(folder)
-    place = folder / f"step-{step:08d}"
-    aside = folder / f".{place.name}.tmp"
-    with _together(world, f"saving {place}"), ExitStack() as stack:
-        if step < 0 or keep < 1:
-            raise _dcp.ArgumentError(f"step {step} must be at least 0, keep {keep} at least 1")
-        plain_shapes = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-        plain_config, plain_state = _plain(config, "config"), _plain(state, "state")
-        _check_shards(shards, plain_shapes, writable=False)
-        agreed = [step, world.size, {n: list(s) for n, s in plain_shapes.items()}, plain_config]
-        if world.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(folder))
-            _clear(folder)
-            aside.mkdir()
-        world.barrier()
-        arrays = [
-            (kind, name, int(first), array)
-            for kind, runs in shards.items()
-            for name, first, array in runs
-            if array.size > 0
-        ]
-        file = form.write_shard(aside / form.file_name(world.rank, world.size), arrays)
-        note = file._asdict() | {"agreed": agreed}
-        form.write_synced(aside / f"rank-{world.rank}.json", json.dumps(note).encode())
-        world.barrier()
-        if world.rank == 0:
-            _finish(
-                aside,
-                place,
-                step=step,
-                world=world.size,
-                shapes=plain_shapes,
-                kinds=list(shards),
-                state=plain_state,
-                config=plain_config,
-                agreed=agreed,
-            )
-            _prune(folder, place, keep)
-        world.barrier()
-    return place
+    with _together(world, f"saving step {step} in {folder}"):
+        names = plain_shapes(shapes)
+        saving = Saving(
+            folder,
+            step=step,
+            rank=world.rank,
+            size=world.size,
+            shapes=names,
+            kinds=held_kinds(shards, names, kind_shapes),
+            state=state,
+            config=config,
+            keep=keep,
+        )
+        with saving:
+            if world.rank == 0:
+                saving.begin()
+            world.barrier()
+            parts, arrays = parts_of(shards)
+            with saving.open(parts) as writer:
+                for chunk in writer.chunks():
+                    writer.write(chunk, chunk.of(arrays))
+                saving.leave_note(writer.finish())
+            world.barrier()
+            if world.rank == 0:
+                saving.publish()
+            world.barrier()
+    return saving.place
 
 
-def is_used(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder holds a checkpoint, whole or not.
-
-    Examples
-    --------
-    >>> from dcp import checkpoint
-    >>> checkpoint.is_used("no/such/folder")
-    False
-    """
-    try:
-        return bool(_scan(Path(folder), _STEP) or _scan(Path(folder), _REPLACED))
-    except OSError:
-        return False
-
-
-def latest(folder: str | os.PathLike[str]) -> Path:
-    """The newest whole checkpoint of a folder.
-
-    Incomplete ones are skipped with a warning that names them.
-
-    Raises
-    ------
-    dcp.FileError
-        If the folder cannot be read or none is whole; names them.
-    """
-    folder = Path(folder)
-    try:
-        found = [(step, True, path) for step, path in _scan(folder, _STEP)]
-        found += [(step, False, path) for step, path in _scan(folder, _REPLACED)]
-    except OSError as error:
-        raise _dcp.FileError(f"{folder} cannot be read: {error}") from error
-    faults: list[tuple[str, str]] = []
-    for _, _, path in sorted(found, reverse=True):
-        fault = _fault(path)
-        if fault is None:
-            for skipped, reason in faults:
-                warnings.warn(f"{skipped} is skipped: {reason}", RuntimeWarning, stacklevel=2)
-            return path
-        faults.append((path.name, fault))
-    if not faults:
-        raise _dcp.FileError(f"{folder} holds no checkpoint")
-    names = ", ".join(name for name, _ in faults)
-    raise _dcp.FileError(f"{folder}: no checkpoint is whole ({names}): {faults[0][1]}")
-
-
-def resolve(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that `path` means: itself, or the newest whole one of that folder."""
+def _open(path: str | os.PathLike[str]) -> Index:
+    """The index of a checkpoint, or of foreign files; checked as far as it goes without data."""
     path = Path(path)
-    if _STEP.fullmatch(path.name) or (path / form.INDEX).exists():
-        return path
-    return latest(path)
-
-
-def _compare_configs(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    for key in sorted(there.keys() | here.keys()):
-        if there.get(key) != here.get(key):
-            raise _dcp.ArgumentError(
-                f"{path} is a checkpoint of another model: {key} is {there.get(key)!r} there "
-                f"and {here.get(key)!r} here"
-            )
-
-
-def _compare_shapes(
-    path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]
-) -> None:
-    for name in [*here, *(name for name in there if name not in here)]:
-        if there.get(name) != here.get(name):
-            values = (f"has shape {s[name]}" if name in s else "is missing" for s in (there, here))
-            raise _dcp.ArgumentError(
-                f"{path} is a checkpoint of another model: {name} {next(values)} there "
-                f"and {next(values)} here"
-            )
-
-
-def _check_kinds(index: Index, shards: Shards) -> None:
-    for kind, runs in shards.items():
-        if kind not in index.kinds:
-            raise _dcp.FileError(
-                f"{index.path} holds no {kind}, only {', '.join(index.kinds) or 'nothing'}"
-            )
-        held = set(index.kinds[kind])
-        for name, _, array in runs:
-            if name not in held and array.size > 0:
-                raise _dcp.FileError(f"{index.path} holds no {kind} of {name}")
+    index = open_foreign(path) if is_foreign(path) else form.read_index(resolve(path))
+    form.check(index)
+    return index
 
 
 def load(
@@ -421,79 +189,94 @@ def load(
     shapes: Shapes,
     config: Any = None,
     world: World | None = None,
-) -> dict[str, Any]:
+    kind_shapes: KindShapes | None = None,
+    partial: bool | Sequence[str] = False,
+    rename: Rename | None = None,
+) -> Loaded:
     """Fills this rank's shards from a checkpoint of any number of ranks.
 
     Parameters
     ----------
     path : path
-        The checkpoint, or the folder of a run: its newest whole one.
+        The checkpoint, or the folder of a run: its newest whole one. Also a folder of Hugging
+        Face's, or a safetensors file: weights without checksums.
     shards : mapping of str to sequence of Run
         What this rank holds; the arrays are written. Kinds that are not asked for are not read.
     shapes : mapping of str to shape
         All tensors of the model.
     config : mapping or dataclass, optional
-        Compared with what was saved.
+        Compared with what was saved: a field that decides what the model computes must be equal;
+        dropout, compute_dtype, initializer_range and max_position_embeddings may differ, and the
+        logger says so.
     world : World, optional
         Its ranks load together: none returns before all are done, and a failure ends all.
+    kind_shapes : mapping of str to mapping of str to shape, optional
+        As for :func:`save`.
+    partial : bool or sequence of str, optional
+        True: fill what the checkpoint has, leave the rest as it is. Patterns (``*norm*``): of the
+        tensors here whose names match. What is filled must have its shape. By default all of both
+        must be there.
+    rename : mapping or callable, optional
+        Names in the checkpoint to names here. A mapping leaves other names as they are; a
+        callable may return None for a tensor that is not to be loaded.
 
     Returns
     -------
-    dict
-        The ``state`` that was saved.
+    Loaded
+        The ``state`` that was saved, with what was ``loaded``, ``missing`` and ``unexpected``.
 
     Raises
     ------
     dcp.FileError
         If a file is missing, truncated or damaged, pieces are missing or come twice, or a kind is
         not there. The arrays are undefined then.
-    dcp.ArgumentError
-        If it is a checkpoint of another model: names what differs, with both values.
+    dcp.ArgumentError, dcp.DTypeError
+        If it is a checkpoint of another model: names what differs, with both values. If a pattern
+        or a name of `rename` is nowhere, or two become one.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> from dcp import checkpoint
+    >>> there, here = np.ones(3, np.float32), np.zeros(3, np.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"old": there, "more": there}, folder + "/a.safetensors")
+    ...     done = checkpoint.load(folder + "/a.safetensors", shapes={"w": (3,), "b": (3,)},
+    ...                            shards={"weights": [checkpoint.Run("w", 0, here)]},
+    ...                            rename={"old": "w"}, partial=True)
+    >>> here.tolist(), done.loaded, done.missing, done.unexpected
+    ([1.0, 1.0, 1.0], {'weights': ['w']}, {'weights': ['b']}, {'weights': ['more']})
     """
     with _together(world, f"loading {path}"):
-        index = form.read_index(resolve(path))
-        plain_shapes = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
-        _check_shards(shards, plain_shapes, writable=True)
+        index = _open(path)
+        here = plain_shapes(shapes)
+        held = held_kinds(shards, here, kind_shapes, writable=True)
+        strict = partial is False
         if config is not None:
-            _compare_configs(index.path, index.config, _plain(config, "config"))
-        _compare_shapes(index.path, index.shapes, plain_shapes)
-        form.check_files(index)
-        form.check_coverage(index.path, index.shapes, index.kinds, index.files)
-        _check_kinds(index, shards)
-        wanted: dict[tuple[str, str], list[Run]] = {}
-        for kind, runs in shards.items():
-            for run in runs:
-                wanted.setdefault((kind, run.name), []).append(run)
-        for file in index.files:
-            _load_file(index, file, wanted)
+            mine = plain(config, "config")
+            notices = compare_configs(index.path, index.config, mine, partial=not strict)
+            for notice in notices if world is None or world.rank == 0 else ():
+                _logger.warning("%s", notice)
+        names = names_here(index, rename)
+        if strict:
+            there = {new: index.shapes[old] for new, old in names.items()}
+            compare_shapes(index.path, there, here)
+        result = Loaded(index.state)
+        wanted = wanted_names(here, partial)
+        match_tensors(index, held, here, names=names, wanted=wanted, strict=strict, result=result)
+        with Reader(index) as reader:
+            reader.read(
+                [
+                    Request(kind, names[run.name], int(run.first), run.array)
+                    for kind, runs in shards.items()
+                    for run in runs
+                    if run.name in wanted and run.name in names
+                ]
+            )
         if world is not None:
             world.barrier()
-    return index.state
-
-
-def _load_file(index: Index, file: ShardFile, wanted: dict[tuple[str, str], list[Run]]) -> None:
-    """Copies what the file holds of the runs. Pieces are read whole, for their checksum."""
-    needed = []
-    for piece in file.pieces:
-        runs = [
-            run
-            for run in wanted.get((piece.kind, piece.tensor), ())
-            if run.first < piece.end and piece.first < run.first + run.array.size
-        ]
-        if runs:
-            needed.append((piece, runs))
-    if not needed:
-        return
-    with form.open_shard(index, file) as handle:
-        for piece, runs in needed:
-            for first, values in form.read_piece(handle, index.path / file.name, piece):
-                for run in runs:
-                    low = max(first, run.first)
-                    high = min(first + values.size, run.first + run.array.size)
-                    if low < high:
-                        run.array[low - run.first : high - run.first] = values[
-                            low - first : high - first
-                        ]
+    return result
 
 
 def show(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -502,36 +285,50 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``path``, ``step``, ``world``, ``bytes``, ``tensors`` (name, shape, kinds of each),
-        ``kinds`` (elements of each), ``files`` (name, bytes of each), ``config``, ``state``.
+        ``path``, ``step``, ``world``, ``bytes``, ``tensors`` (name, shape, kinds of each; where a
+        kind has another shape, ``kind_shapes``), ``kinds`` (dtype, elements, tensors of each),
+        ``files`` (name, bytes of each), ``config``, ``state``.
 
     Raises
     ------
     dcp.FileError
         If there is no whole checkpoint.
+
+    Examples
+    --------
+    >>> from dcp import checkpoint
+    >>> checkpoint.show("no/such/folder")
+    Traceback (most recent call last):
+    dcp.FileError: no/such/folder cannot be read: ...
     """
-    index = form.read_index(resolve(path))
+    with _together(None, f"reading {path}"):
+        index = _open(path)
     return {
         "path": str(index.path),
         "step": index.step,
         "world": index.world,
         "bytes": sum(file.bytes for file in index.files),
-        "tensors": [
-            {
-                "name": name,
-                "shape": list(shape),
-                "kinds": [kind for kind, names in index.kinds.items() if name in names],
-            }
-            for name, shape in index.shapes.items()
-        ],
+        "tensors": [_show_tensor(index, name) for name in index.shapes],
         "kinds": {
-            kind: sum(prod(index.shapes[name]) for name in names)
-            for kind, names in index.kinds.items()
+            kind: {
+                "dtype": held.dtype,
+                "elements": sum(map(prod, held.shapes.values())),
+                "tensors": len(held.shapes),
+            }
+            for kind, held in index.kinds.items()
         },
         "files": [{"name": file.name, "bytes": file.bytes} for file in index.files],
         "config": index.config,
         "state": index.state,
     }
+
+
+def _show_tensor(index: Index, name: str) -> dict[str, Any]:
+    shape = index.shapes[name]
+    held = {kind: of.shapes[name] for kind, of in index.kinds.items() if name in of.shapes}
+    result: dict[str, Any] = {"name": name, "shape": list(shape), "kinds": list(held)}
+    other = {kind: list(of) for kind, of in held.items() if of != shape}
+    return result | ({"kind_shapes": other} if other else {})
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -541,21 +338,23 @@ def verify(path: str | os.PathLike[str]) -> None:
     ------
     dcp.FileError
         Names the file and piece that is missing, comes twice or is damaged.
+
+    Examples
+    --------
+    >>> from dcp import checkpoint
+    >>> checkpoint.verify("no/such/folder")
+    Traceback (most recent call last):
+    dcp.FileError: no/such/folder cannot be read: ...
     """
     with _together(None, f"verifying {path}"):
-        index = form.read_index(resolve(path))
-        form.check_files(index)
-        form.check_coverage(index.path, index.shapes, index.kinds, index.files)
-        for file in index.files:
-            with form.open_shard(index, file) as handle:
-                for piece in file.pieces:
-                    for _ in form.read_piece(handle, index.path / file.name, piece):
-                        pass
+        index = _open(path)
+        with Reader(index) as reader:
+            reader.verify()
 
 
 def gather(
     path: str | os.PathLike[str], *, kinds: Sequence[str] | None = None
-) -> Iterator[tuple[str, str, FloatArray]]:
+) -> Iterator[tuple[str, str, Array]]:
     """Yields (kind, name, array) of every tensor, whole and in its shape, one at a time.
 
     Parameters
@@ -569,25 +368,181 @@ def gather(
     ------
     dcp.FileError
         If the checkpoint is damaged or has no such kind.
+
+    Examples
+    --------
+    >>> from dcp import checkpoint
+    >>> list(checkpoint.gather("no/such/folder"))
+    Traceback (most recent call last):
+    dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"reading {path}"), ExitStack() as stack:
-        index = form.read_index(resolve(path))
-        form.check_files(index)
-        form.check_coverage(index.path, index.shapes, index.kinds, index.files)
+    with _together(None, f"reading {path}"):
+        index = _open(path)
         kinds = list(index.kinds) if kinds is None else list(kinds)
-        _check_kinds(index, dict.fromkeys(kinds, ()))
-        pieces: dict[tuple[str, str], list[tuple[ShardFile, Piece]]] = {}
-        for file in index.files:
-            for piece in file.pieces:
-                pieces.setdefault((piece.kind, piece.tensor), []).append((file, piece))
-        handles: dict[str, Any] = {}
         for kind in kinds:
-            for name in index.kinds[kind]:
-                flat = np.empty(prod(index.shapes[name]), np.float32)
-                for file, piece in pieces.get((kind, name), ()):
-                    if file.name not in handles:
-                        handles[file.name] = stack.enter_context(form.open_shard(index, file))
-                    where = index.path / file.name
-                    for first, values in form.read_piece(handles[file.name], where, piece):
-                        flat[first : first + values.size] = values
-                yield kind, name, flat.reshape(index.shapes[name])
+            check_kind(index, kind)
+        with Reader(index) as reader:
+            for kind in kinds:
+                dtype, shapes = index.kinds[kind]
+                for name, shape in shapes.items():
+                    flat = np.empty(prod(shape), DTYPES[dtype or "F32"])
+                    reader.read([Request(kind, name, 0, flat)])
+                    yield kind, name, flat.reshape(shape)
+
+
+def read(
+    path: str | os.PathLike[str],
+    name: str,
+    *,
+    kind: str = "weights",
+    first: int = 0,
+    count: int | None = None,
+) -> Array:
+    """One tensor of a checkpoint, or a range of its elements; nothing else is read.
+
+    Parameters
+    ----------
+    path : path
+        The checkpoint, the folder of a run (its newest whole one), a folder of Hugging Face's or a
+        safetensors file.
+    name : str
+        The tensor.
+    kind : str, optional
+        What of it.
+    first, count : int, optional
+        Elements ``[first, first + count)`` in row-major order; to its end where `count` is None.
+
+    Returns
+    -------
+    numpy.ndarray
+        The tensor in its shape, or the range, 1-D. uint16 for the bits of bfloat16.
+
+    Raises
+    ------
+    dcp.FileError
+        If the checkpoint is damaged there, or does not hold the tensor.
+    dcp.ArgumentError
+        If the range does not lie in the tensor.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> from dcp import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"w": np.ones((2, 3), np.float32)}, folder + "/a.safetensors")
+    ...     checkpoint.read(folder + "/a.safetensors", "w", first=2, count=3).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    with _together(None, f"reading {path}"):
+        index = _open(path)
+        check_kind(index, kind)
+        dtype, shapes = index.kinds[kind]
+        if name not in shapes:
+            raise _dcp.FileError(f"{index.path} holds no {kind} of {name}")
+        size = prod(shapes[name])
+        last = size if count is None else first + count
+        if not 0 <= first <= last <= size:
+            raise _dcp.ArgumentError(
+                f"elements {first}..{last} do not lie in {name}, which has {size}"
+            )
+        flat = np.empty(last - first, DTYPES[dtype or "F32"])
+        with Reader(index) as reader:
+            reader.read([Request(kind, name, first, flat)])
+    return flat.reshape(shapes[name]) if first == 0 and count is None else flat
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Writes the weights as a folder of Hugging Face's: ``config.json`` and safetensors.
+
+    Parameters
+    ----------
+    path : path
+        The checkpoint, or the folder of a run: its newest whole one.
+    out : path
+        A new or empty folder.
+    max_shard_bytes : int, optional
+        Weights of more bytes go to several files and an index; a tensor stays whole.
+    dtype : {"float32", "bfloat16"}, optional
+        bfloat16 is rounded to nearest, ties to even.
+
+    Returns
+    -------
+    dict
+        ``files``, ``bytes`` of the tensors.
+
+    Raises
+    ------
+    dcp.FileError
+        If the checkpoint is damaged or the folder cannot be written.
+    dcp.ArgumentError
+        If `out` is not empty, a setting breaks a rule, or the checkpoint has no model's settings.
+
+    Examples
+    --------
+    >>> import dcp, tempfile
+    >>> from dcp import checkpoint
+    >>> model = dcp.Model(dcp.Transformer1D(11, 8, 12, 1, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save_pretrained(folder + "/model")
+    ...     checkpoint.export(folder + "/model", folder + "/half", dtype="bfloat16")
+    {'files': ['model.safetensors'], 'bytes': 1488}
+    """
+    with _together(None, f"exporting {path}"):
+        index = _open(path)
+        return export_index(index, Path(out), max_shard_bytes=max_shard_bytes, dtype=dtype)
+
+
+def convert(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    ranks: int | None = None,
+) -> Path:
+    """Writes any checkpoint, or foreign weights, as a checkpoint of so many files.
+
+    Parameters
+    ----------
+    path : path
+        A checkpoint, or the folder of a run: all its kinds and its state are kept. Or a folder of
+        Hugging Face's, its index, or a safetensors file: weights as float32, at step 0.
+    out : path
+        Where ``step-XXXXXXXX`` is made; a folder that holds no checkpoints.
+    ranks : int, optional
+        Files; by default as many as there were.
+
+    Returns
+    -------
+    Path
+        The new checkpoint's folder.
+
+    Raises
+    ------
+    dcp.FileError
+        If the source is damaged or `out` cannot be written.
+    dcp.ArgumentError
+        If `out` holds checkpoints, or `ranks` is less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> from dcp import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"w": np.arange(6.0, dtype=np.float32)}, folder + "/a.safetensors")
+    ...     path = checkpoint.convert(folder + "/a.safetensors", folder + "/run", ranks=2)
+    ...     checkpoint.show(path)["world"], path.name
+    (2, 'step-00000000')
+    """
+    with _together(None, f"converting {path}"):
+        if is_used(out):
+            raise _dcp.ArgumentError(f"{out} holds checkpoints already: name another folder")
+        index = _open(path)
+        chosen = ranks if ranks is not None else max(1, index.world)
+        return convert_index(index, Path(out), ranks=chosen, step=index.step)

@@ -1,8 +1,12 @@
 """What a checkpoint is on disk: one safetensors file a rank and an index, with checksums.
 
-A file holds flat float32 pieces of tensors; a key says kind, tensor and elements, for example
+A file holds flat pieces of tensors; a key says kind, tensor and elements, for example
 ``weights/model.norm.weight[0:64]``. ``index.json`` is written last, so a folder without a valid
-one is not a checkpoint. It lists every piece with its CRC-32, and carries one of its own.
+one is not a checkpoint. It lists every kind with its dtype and the shapes of its tensors, every
+piece with a CRC-32 for each ``chunk_bytes`` of it (so a part of a piece is read and checked
+without the rest), and carries a CRC-32 of its own.
+
+Schema 1, which is read too, knew float32 only, one shape a tensor, one CRC a piece.
 """
 
 from __future__ import annotations
@@ -11,8 +15,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,13 +26,28 @@ import numpy.typing as npt
 
 from dcp import _dcp
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)
 INDEX = "index.json"
-CHUNK_ELEMENTS = 1 << 20
+FOREIGN_INDEX = "model.safetensors.index.json"
+FOREIGN_SINGLE = "model.safetensors"
+CHUNK_BYTES = 4 << 20
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 
-FloatArray = npt.NDArray[np.float32]
+# NumPy has no bfloat16: its bits are uint16
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "BF16": np.dtype(np.uint16),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -39,7 +57,7 @@ class Piece(NamedTuple):
     tensor: str
     first: int
     end: int
-    crc32: int
+    crcs: tuple[int, ...] | None  # of its chunks; None: foreign, there are none
 
     @property
     def key(self) -> str:
@@ -54,18 +72,41 @@ class ShardFile(NamedTuple):
     pieces: list[Piece]
 
 
+class Kind(NamedTuple):
+    """Tensors that a kind holds, and what its elements are (None where it has none)."""
+
+    dtype: str | None
+    shapes: dict[str, Shape]
+
+
 @dataclass(frozen=True)
 class Index:
-    """The content of index.json."""
+    """The content of index.json, or what stands for it where the files are foreign."""
 
     path: Path  # of the checkpoint
     step: int
     world: int
-    shapes: dict[str, tuple[int, ...]]
-    kinds: dict[str, list[str]]  # names of the tensors that each kind holds
+    shapes: dict[str, Shape]
+    kinds: dict[str, Kind]
     files: list[ShardFile]
     config: dict[str, Any]
     state: dict[str, Any]
+    chunk_bytes: int | None = None  # None: a piece is one chunk
+    foreign: bool = False  # keys are the tensors' names, F16 and BF16 are widened
+
+
+class Part(NamedTuple):
+    """Elements [first, first + size) of a tensor that are to be written."""
+
+    kind: str
+    tensor: str
+    first: int
+    size: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.size * DTYPES[self.dtype].itemsize
 
 
 def file_name(rank: int, world: int) -> str:
@@ -87,33 +128,20 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_shard(path: Path, arrays: list[tuple[str, str, int, FloatArray]]) -> ShardFile:
-    """Writes (kind, tensor, first element, values) as a safetensors file, straight from the arrays.
-
-    The library's own writer would copy all of them first.
-    """
-    header: dict[str, Any] = {"__metadata__": {"dcp_schema": str(SCHEMA)}}
+def encode_header(entries: Mapping[str, tuple[str, Iterable[int], int]], **metadata: str) -> bytes:
+    """The bytes before the data, for tensors (dtype, shape, bytes) that follow each other."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
-    for kind, tensor, first, array in arrays:
-        key = Piece(kind, tensor, first, first + array.size, 0).key
-        end = start + array.nbytes
-        header[key] = {"dtype": "F32", "shape": [array.size], "data_offsets": [start, end]}
-        start = end
+    for key, (dtype, shape, count) in entries.items():
+        header[key] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [start, start + count],
+        }
+        start += count
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    pieces = []
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for kind, tensor, first, array in arrays:
-            crc = 0
-            for at in range(0, array.size, CHUNK_ELEMENTS):
-                chunk = array[at : at + CHUNK_ELEMENTS].data.cast("B")
-                crc = zlib.crc32(chunk, crc)
-                file.write(chunk)
-            pieces.append(Piece(kind, tensor, first, first + array.size, crc))
-        file.flush()
-        os.fsync(file.fileno())
-    return ShardFile(path.name, 8 + len(text) + start, pieces)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _checksum(document: Mapping[str, Any]) -> int:
@@ -122,12 +150,24 @@ def _checksum(document: Mapping[str, Any]) -> int:
 
 
 def write_index(index: Index) -> None:
+    """A line for each key of the document."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "step": index.step,
         "world": index.world,
+        "chunk_bytes": index.chunk_bytes,
         "tensors": {name: list(shape) for name, shape in index.shapes.items()},
-        "kinds": index.kinds,
+        "kinds": {
+            kind: {
+                "dtype": held.dtype,
+                # null: the shape of the tensor itself
+                "tensors": {
+                    name: None if shape == index.shapes[name] else list(shape)
+                    for name, shape in held.shapes.items()
+                },
+            }
+            for kind, held in index.kinds.items()
+        },
         "config": index.config,
         "state": index.state,
         "files": [
@@ -136,26 +176,62 @@ def write_index(index: Index) -> None:
         ],
     }
     document["crc32"] = _checksum(document)
-    write_synced(index.path / INDEX, json.dumps(document, indent=1, allow_nan=False).encode())
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in document.items()
+    ]
+    write_synced(index.path / INDEX, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def _kinds(document: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Kind]:
+    if document["schema"] == 1:
+        return {
+            kind: Kind("F32", {name: shapes[name] for name in names})
+            for kind, names in document["kinds"].items()
+        }
+    return {
+        kind: Kind(
+            held["dtype"],
+            {
+                name: shapes[name] if shape is None else tuple(shape)
+                for name, shape in held["tensors"].items()
+            },
+        )
+        for kind, held in document["kinds"].items()
+    }
 
 
 def _parse(path: Path, document: Any) -> Index:
     """The index of a document whose checksum holds: it is as it was written."""
+    old = document["schema"] == 1
     files = [
-        ShardFile(f["name"], f["bytes"], [Piece(*p) for p in f["pieces"]])
+        ShardFile(
+            f["name"],
+            f["bytes"],
+            [
+                Piece(kind, tensor, first, end, (crcs,) if old else tuple(crcs))
+                for kind, tensor, first, end, crcs in f["pieces"]
+            ],
+        )
         for f in document["files"]
     ]
     if not all(_FILE_NAME.fullmatch(f.name) for f in files):
         raise ValueError("the name of a file")
+    shapes: dict[str, Shape] = {n: tuple(s) for n, s in document["tensors"].items()}
+    kinds = _kinds(document, shapes)
+    for kind, held in kinds.items():
+        if held.dtype not in DTYPES and (held.dtype is not None or any(held.shapes.values())):
+            raise ValueError(f"the dtype of {kind}, {held.dtype!r}")
     return Index(
         path=path,
         step=document["step"],
         world=document["world"],
-        shapes={name: tuple(shape) for name, shape in document["tensors"].items()},
-        kinds=document["kinds"],
+        shapes=shapes,
+        kinds=kinds,
         files=files,
         config=document["config"],
         state=document["state"],
+        chunk_bytes=None if old else document["chunk_bytes"],
     )
 
 
@@ -169,12 +245,12 @@ def read_index(path: Path) -> Index:
     try:
         document = json.loads(text)
         schema, crc = document["schema"], document.pop("crc32")
-        if schema == SCHEMA and crc == _checksum(document):
+        if schema in READABLE and crc == _checksum(document):
             return _parse(path, document)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise _dcp.FileError(f"{where} is damaged or half-written: {error}") from error
-    if schema != SCHEMA:
-        raise _dcp.FileError(f"{where} has schema {schema!r}, this version reads {SCHEMA}")
+    if schema not in READABLE:
+        raise _dcp.FileError(f"{where} has schema {schema!r}, this version reads 1 and 2")
     raise _dcp.FileError(f"{where} is damaged: its checksum does not hold")
 
 
@@ -192,19 +268,14 @@ def check_files(index: Index) -> None:
             )
 
 
-def check_coverage(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    kinds: Mapping[str, list[str]],
-    files: list[ShardFile],
-) -> None:
+def check_coverage(path: Path, kinds: Mapping[str, Kind], files: list[ShardFile]) -> None:
     """Each element of each tensor of each kind comes exactly once."""
     found: dict[tuple[str, str], list[Piece]] = {
-        (kind, tensor): [] for kind, tensors in kinds.items() for tensor in tensors
+        (kind, tensor): [] for kind, held in kinds.items() for tensor in held.shapes
     }
     for file in files:
         for piece in file.pieces:
-            if (piece.kind, piece.tensor) not in found or piece.tensor not in shapes:
+            if (piece.kind, piece.tensor) not in found:
                 raise _dcp.FileError(f"{path}: {file.name} has a surplus piece {piece.key}")
             found[piece.kind, piece.tensor].append(piece)
     for (kind, tensor), pieces in found.items():
@@ -217,7 +288,7 @@ def check_coverage(
                     f"{path}: {kind}/{tensor}[{piece.first}:{min(end, piece.end)}] comes twice"
                 )
             end = piece.end
-        size = prod(shapes.get(tensor, (0,)))
+        size = prod(kinds[kind].shapes[tensor])
         if end < size:
             raise _dcp.FileError(f"{path}: {kind}/{tensor}[{end}:{size}] is missing")
         if end > size:
@@ -226,39 +297,7 @@ def check_coverage(
             )
 
 
-@contextmanager
-def open_shard(index: Index, file: ShardFile) -> Iterator[Any]:
-    """The safetensors handle of a file whose header agrees with the index."""
-    from safetensors import SafetensorError, safe_open
-
-    where = index.path / file.name
-    try:
-        with safe_open(where, framework="numpy") as handle:
-            keys = set(handle.keys())
-            wanted = {piece.key: piece for piece in file.pieces}
-            for key in sorted(keys ^ set(wanted)):
-                state = "is missing" if key in wanted else "is surplus"
-                raise _dcp.FileError(f"{where}: {key} {state}")
-            for key, piece in wanted.items():
-                view = handle.get_slice(key)
-                dtype, shape = view.get_dtype(), list(view.get_shape())
-                if dtype != "F32" or shape != [piece.end - piece.first]:
-                    raise _dcp.FileError(f"{where}: {key} is {dtype} {shape}")
-            yield handle
-    except (SafetensorError, OSError, ValueError) as error:
-        if isinstance(error, _dcp.Error):
-            raise
-        raise _dcp.FileError(f"{where} cannot be read: {error}") from error
-
-
-def read_piece(handle: Any, where: Path, piece: Piece) -> Iterator[tuple[int, FloatArray]]:
-    """Yields (first element, values) in chunks; dcp.FileError at the end if the CRC differs."""
-    view = handle.get_slice(piece.key)
-    crc = 0
-    for first in range(piece.first, piece.end, CHUNK_ELEMENTS):
-        at = first - piece.first
-        values: FloatArray = view[at : min(at + CHUNK_ELEMENTS, piece.end - piece.first)]
-        crc = zlib.crc32(values.data.cast("B"), crc)
-        yield first, values
-    if crc != piece.crc32:
-        raise _dcp.FileError(f"{where}: {piece.key} is damaged: its checksum does not hold")
+def check(index: Index) -> None:
+    """Files and coverage: all that can be known without reading data."""
+    check_files(index)
+    check_coverage(index.path, index.kinds, index.files)

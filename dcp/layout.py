@@ -2,22 +2,46 @@
 
 A layout lays the tensors of a group one after the other into a buffer of ``ranks`` x
 ``shard_elements`` elements. Rank ``r`` holds ``[r * shard_elements, (r + 1) * shard_elements)``.
-Borders between ranks never cut a block: ``block_rows`` rows of a tensor that must stay together.
-What is left over lies between the tensors; a tensor itself is never padded.
+Borders between ranks never cut a block: what of a tensor must stay together (`dcp.layout_blocks`
+has the rules). What is left over lies between the tensors; a tensor itself is never padded.
+
+`plan_layout` lays out one buffer. `plan_groups` lays out a model: its tensors in groups, a layer
+each or so many bytes, and a group in several buffers where its rows do not go together.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcp import _dcp
+from dcp.layout_blocks import BlockRule, Tile, blocks_of, tiles_of, whole_number
 
-__all__ = ["Layout", "plan_layout"]
+if TYPE_CHECKING:
+    from dcp.layout_advice import Advice
+    from dcp.layout_groups import Buffer, TensorGroup, group_tensors, plan_groups
 
-_ORDERS = ("model", "shape", "size", "search")
+__all__ = [
+    "Buffer",
+    "Layout",
+    "TensorGroup",
+    "Tile",
+    "group_tensors",
+    "plan_groups",
+    "plan_layout",
+]
+
+ORDERS = ("model", "shape", "size", "search")
+_OF_GROUPS = ("Buffer", "TensorGroup", "group_tensors", "plan_groups")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_GROUPS:  # they are made of what is here
+        return getattr(importlib.import_module("dcp.layout_groups"), name)
+    raise AttributeError(f"module 'dcp.layout' has no attribute {name!r}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,6 +62,10 @@ class Layout:
         Elements of every tensor that stay on one rank (the last block of a tensor may be short).
     unit : int
         Every offset and ``shard_elements`` are multiples of it, in elements.
+    order : str
+        How the order in the buffer was chosen.
+    tiles : dict of str to Tile
+        Tensors that are stored tile by tile: `Tile.pack` puts their elements in that order.
     """
 
     ranks: int
@@ -46,6 +74,8 @@ class Layout:
     shapes: dict[str, tuple[int, ...]]
     block_elements: dict[str, int]
     unit: int
+    order: str = "model"
+    tiles: dict[str, Tile] = field(default_factory=dict)
     _by_start: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -60,18 +90,44 @@ class Layout:
         return self.ranks * self.shard_elements / used - 1 if used else 0.0
 
     @property
+    def largest_gap(self) -> int:
+        """Most elements of padding in one place: between two tensors, or at the end."""
+        gap = end = 0
+        for name in self._by_start:
+            gap = max(gap, self.offsets[name] - end)
+            end = max(end, self.offsets[name] + math.prod(self.shapes[name]))
+        return max(gap, self.ranks * self.shard_elements - end)
+
+    @property
     def advice(self) -> str | None:
-        """What makes the padding large where it passes 5%, and what would help; else None."""
-        if self.padding <= 0.05:
-            return None
-        name, block = max(self.block_elements.items(), key=lambda item: item[1])
-        even = self.used_elements / self.ranks
-        if block > even:
-            return (
-                f"a block of {name} has {block:,} elements, an even share only {even:,.0f}: "
-                "use fewer ranks or fewer block rows"
-            )
-        return "the blocks do not divide well over so many ranks: use fewer ranks or block rows"
+        """What makes the padding large where it passes 5%, and what would help; else None.
+
+        Every way is planned before it is named: see `ways_out`.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> layout = dcp.plan_layout([("w", (384, 64))], ranks=32, block_rows=32)
+        >>> layout.advice[:57]
+        "a block of 'w' has 2,048 elements, an even share only 768"
+        """
+        from dcp.layout_advice import text_of
+
+        return text_of(self)
+
+    def ways_out(self) -> list[Advice]:
+        """What would bring the padding down, each with the padding that it leads to; best first.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> layout = dcp.plan_layout([("w", (384, 64))], ranks=32, block_rows=32)
+        >>> layout.padding, [(way.kind, way.padding) for way in layout.ways_out()][0]
+        (1.6666666666666665, ('hybrid', 0.0))
+        """
+        from dcp.layout_advice import ways_out
+
+        return ways_out(self)
 
     def runs(self, rank: int) -> list[tuple[str, int, int]]:
         """Pieces of the tensors on one rank, in buffer order.
@@ -119,25 +175,9 @@ class Layout:
         dcp.UnsupportedError
             If matplotlib is not installed.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise _dcp.UnsupportedError(
-                "a plot needs matplotlib: pip install 'dcp[viz]'"
-            ) from error
-        if ax is None:
-            ax = pyplot.subplots(figsize=(8, 0.4 * min(self.ranks, 40) + 1))[1]
-        colors = {name: f"C{i % 10}" for i, name in enumerate(self.shapes)}
-        for rank in range(self.ranks):
-            ax.barh(rank, self.shard_elements, color="0.9", edgecolor="0.7")
-            for name, first, count in self.runs(rank):
-                left = self.offsets[name] + first - rank * self.shard_elements
-                ax.barh(rank, count, left=left, color=colors[name], edgecolor="white")
-        ax.invert_yaxis()
-        ax.set_xlabel("element of the shard")
-        ax.set_ylabel("rank")
-        ax.set_title(f"{len(self.shapes)} tensors, padding {self.padding:.2%}")
-        return ax
+        from dcp.layout_plot import draw_layout
+
+        return draw_layout(self, ax=ax)
 
     def __repr__(self) -> str:
         return (
@@ -146,26 +186,11 @@ class Layout:
         )
 
 
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise _dcp.DTypeError(f"{name} {value!r} must be an integer")
-    number = int(value.__index__())
-    if number < least:
-        raise _dcp.ArgumentError(f"{name} {number} must be at least {least}")
-    return number
-
-
-def _block(shape: tuple[int, ...], block_rows: int) -> int:
-    if len(shape) < 2:
-        return 1
-    return max(1, min(block_rows, math.prod(shape[:-1])) * shape[-1])
-
-
 def plan_layout(
     tensors: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
     *,
     ranks: int,
-    block_rows: int = 1,
+    block_rows: BlockRule | Mapping[str, BlockRule] = 1,
     order: str = "model",
     item_bytes: int = 4,
     align_bytes: int = 16,
@@ -179,14 +204,16 @@ def plan_layout(
         with no elements takes no place.
     ranks : int
         Ranks that share the buffer.
-    block_rows : int, optional
-        Rows that stay together; a tensor with fewer rows is one block, and one of a single
-        dimension may be cut anywhere.
+    block_rows : int, "whole", Tile or mapping of str to these, optional
+        What stays together. So many rows: a tensor with fewer is one block, and one of a single
+        dimension may be cut anywhere. "whole": the tensor, on one rank. A `Tile`: a part of a
+        matrix. A mapping of name patterns: the first that matches counts, one row where none does.
     order : {"model", "shape", "size", "search"}, optional
         Order in the buffer: as given; by block, then size; by size; the best that is found (of all
         orders where few tensors differ).
     item_bytes : int, optional
-        Bytes of the smallest item that shares the layout.
+        Bytes of the smallest item that shares the layout: 1 where 8-bit optimizer state lies in
+        buffers of the same layout as fp32 weights.
     align_bytes : int, optional
         Every tensor and every shard start at a multiple of it; a multiple of ``item_bytes``.
 
@@ -197,7 +224,8 @@ def plan_layout(
     Raises
     ------
     dcp.ArgumentError
-        If a name comes twice, a size is out of range or the result cannot be counted in 64 bits.
+        If a name comes twice, a size is out of range, tiles do not divide a tensor, a pattern
+        matches none, or the result cannot be counted in 64 bits.
     dcp.DTypeError
         If a number is not an integer.
 
@@ -215,30 +243,69 @@ def plan_layout(
     >>> layout.offsets["b"], layout.block_elements["w"]
     (6144, 1024)
     """
+    shapes = shapes_of(tensors)
+    blocks = blocks_of(shapes, block_rows)
+    return layout_of(
+        shapes,
+        blocks,
+        tiles_of(shapes, block_rows),
+        ranks=whole_number("ranks", ranks, 1),
+        order=order,
+        unit=unit_of(item_bytes, align_bytes),
+    )
+
+
+def shapes_of(
+    tensors: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
+) -> dict[str, tuple[int, ...]]:
+    """Shape by name, checked."""
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in pairs:
         if name in shapes:
             raise _dcp.ArgumentError(f"tensor {name!r} is given twice")
-        shapes[name] = tuple(_whole(f"shape of {name!r}: size", n, 0) for n in shape)
-    ranks = _whole("ranks", ranks, 1)
-    block_rows = _whole("block_rows", block_rows, 1)
-    item_bytes = _whole("item_bytes", item_bytes, 1)
-    align_bytes = _whole("align_bytes", align_bytes, 1)
+        shapes[name] = checked_shape(name, shape)
+    return shapes
+
+
+def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """The shape as a tuple of integers, none below 0."""
+    if isinstance(shape, (str, bytes)) or not hasattr(shape, "__iter__"):
+        raise _dcp.DTypeError(f"shape {shape!r} of {name!r} must be a sequence of integers")
+    sizes = tuple(shape)
+    if all(type(n) is int and n >= 0 for n in sizes):
+        return sizes
+    return tuple(whole_number(f"shape of {name!r}: size", n, 0) for n in sizes)
+
+
+def unit_of(item_bytes: int, align_bytes: int) -> int:
+    """Elements of which every start is a multiple."""
+    item_bytes = whole_number("item_bytes", item_bytes, 1)
+    align_bytes = whole_number("align_bytes", align_bytes, 1)
     if align_bytes % item_bytes:
         raise _dcp.ArgumentError(
             f"align_bytes {align_bytes} must be a multiple of item_bytes {item_bytes}"
         )
-    if order not in _ORDERS:
-        raise _dcp.ArgumentError(f"order {order!r} must be one of {', '.join(_ORDERS)}")
-    blocks = {name: _block(shape, block_rows) for name, shape in shapes.items()}
+    return align_bytes // item_bytes
+
+
+def layout_of(
+    shapes: dict[str, tuple[int, ...]],
+    blocks: dict[str, int],
+    tiles: dict[str, Tile],
+    *,
+    ranks: int,
+    order: str,
+    unit: int,
+) -> Layout:
+    """The layout of tensors whose blocks are known."""
+    if order not in ORDERS:
+        raise _dcp.ArgumentError(f"order {order!r} must be one of {', '.join(ORDERS)}")
     sizes = [math.prod(shape) for shape in shapes.values()]
     largest = max([*sizes, ranks, *blocks.values()])
     if largest >= 2**62:
         raise _dcp.ArgumentError(f"{largest} elements or ranks cannot be counted in 64 bits")
-    starts, shard = _dcp.layout_plan(
-        sizes, list(blocks.values()), ranks, align_bytes // item_bytes, _ORDERS.index(order)
-    )
+    starts, shard = _dcp.layout_plan(sizes, list(blocks.values()), ranks, unit, ORDERS.index(order))
     offsets = dict(zip(shapes, starts.tolist(), strict=True))
     return Layout(
         ranks=ranks,
@@ -246,6 +313,8 @@ def plan_layout(
         offsets=offsets,
         shapes=shapes,
         block_elements=blocks,
-        unit=align_bytes // item_bytes,
-        _by_start=tuple(sorted(shapes, key=lambda name: offsets[name])),
+        unit=unit,
+        order=order,
+        tiles=tiles,
+        _by_start=tuple(sorted(shapes, key=lambda name: (offsets[name], math.prod(shapes[name])))),
     )

@@ -1,46 +1,54 @@
 """Optimizers as settings: what a step does to the parameters, without any state.
 
-The state (momentum, variance) lives in the shards of the model; an optimizer here is a frozen
-dataclass that says which rule and which numbers. The learning rate of a step depends on the
-step's number and these settings only, never on how long the run will be, so a run that is
-resumed, or continued for longer, follows the same curve.
+============  ==================================================  ==================================
+name          updates                                             state of a parameter, bytes
+============  ==================================================  ==================================
+``adamw``     every element by itself                             8
+``adamw8bit`` the same, with block-wise 8-bit state               about 2.1; tensors of fewer than
+                                                                  4,096 elements: 8
+``muon``      whole matrices, one rank each; AdamW the rest       4
+``shampoo``   blocks of matrices, on one rank each; AdamW the     24 (blocks of 128)
+              rest
+============  ==================================================  ==================================
+
+Given identical gradients, weights and state are the same bits for any number of ranks.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dcp._dcp import ArgumentError
+from dcp.optim_base import KINDS, SCHEDULES, Group, Optimizer, Rule, check_number
+from dcp.optim_matrix import Muon, Shampoo
 
-__all__ = ["SCHEDULES", "AdamW"]
-
-SCHEDULES = ("constant", "cosine", "linear")
+__all__ = [
+    "KINDS",
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "AdamW",
+    "AdamW8bit",
+    "Group",
+    "Muon",
+    "Optimizer",
+    "Rule",
+    "Shampoo",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """AdamW with decoupled weight decay, clipping by the global norm, and a warm-up.
+class AdamW(Optimizer):
+    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay, clipping, a warm-up.
 
     Parameters
     ----------
-    lr : float
-        Learning rate after the warm-up, > 0.
     betas : (float, float)
         Decay of the running mean of the gradient and of its square, each in [0, 1).
     eps : float
         Added to the root of the running square, > 0.
-    weight_decay : float
-        Share of a parameter taken off per step and unit of learning rate, >= 0.
-    clip : float or None
-        Largest global norm of the gradient; larger ones are scaled down to it. None: no clipping.
-    warmup_steps : int
-        The rate grows linearly over this many steps; step 0 has ``lr / warmup_steps``.
-    schedule : {"constant", "cosine", "linear"}
-        What follows the warm-up. `cosine` and `linear` fall to 0 at step `schedule_steps` and
-        stay there.
-    schedule_steps : int or None
-        Number of steps, warm-up included, of `cosine` and `linear`; they need it.
+    lr, weight_decay, clip, warmup_steps, schedule, schedule_steps, groups
+        See `dcp.optim.Optimizer`.
 
     Raises
     ------
@@ -55,56 +63,55 @@ class AdamW:
     [0.001, 0.01, 0.01, 0.005, 0.0, 0.0]
     """
 
-    lr: float = 3e-3
+    name: ClassVar[str] = "adamw"
+
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float | None = 1.0
-    warmup_steps: int = 10
-    schedule: str = "constant"
-    schedule_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least, open_end in (
-            ("lr", 0.0, True),
-            ("eps", 0.0, True),
-            ("weight_decay", 0.0, False),
-        ):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < least or (open_end and value == least):
-                rule = "> 0" if open_end else ">= 0"
-                raise ArgumentError(f"optimizer.{name} = {value} must be a finite number {rule}")
+        super().__post_init__()
+        check_number("eps", self.eps, open_end=True)
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ArgumentError(f"optimizer.betas = {self.betas} must be two numbers in [0, 1)")
-        if self.clip is not None and not self.clip > 0.0:
-            raise ArgumentError(f"optimizer.clip = {self.clip} must be > 0 (or none)")
-        if self.warmup_steps < 0:
-            raise ArgumentError(f"optimizer.warmup_steps = {self.warmup_steps} must be >= 0")
-        if self.schedule not in SCHEDULES:
-            raise ArgumentError(
-                f"optimizer.schedule = {self.schedule!r} must be one of {', '.join(SCHEDULES)}"
-            )
-        if self.schedule != "constant" and self.schedule_steps is None:
-            raise ArgumentError(
-                f"optimizer.schedule = {self.schedule!r} needs optimizer.schedule_steps: "
-                "the number of steps until the rate is 0"
-            )
-        if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
-            raise ArgumentError(
-                f"optimizer.schedule_steps = {self.schedule_steps} must be more than "
-                f"optimizer.warmup_steps = {self.warmup_steps}"
-            )
+        object.__setattr__(self, "betas", tuple(self.betas))
 
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of step number `step`, counted from 0."""
-        if step < 0:
-            raise ArgumentError(f"step = {step} must be >= 0")
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant" or self.schedule_steps is None:
-            return self.lr
-        done = (step - self.warmup_steps) / (self.schedule_steps - self.warmup_steps)
-        done = min(done, 1.0)
-        if self.schedule == "linear":
-            return self.lr * (1.0 - done)
-        return self.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+    def rule_of(self, kind: str) -> Rule:
+        """The numbers of this optimizer for tensors that `kind` updates, decay left out."""
+        if kind in ("adamw", "adamw8bit"):
+            return Rule(kind=kind, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps)
+        return super().rule_of(kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bit(AdamW):
+    """AdamW whose running means are kept in 8 bits an element, with one scale a block.
+
+    Blocks are of 256 elements of a row; each value becomes the nearest of 255 (mean) or 256
+    (square) that lie denser near zero, times the largest of the block: the dynamic code of Dettmers
+    et al., arXiv 2110.02861. A step computes with the new means before they are rounded. Tensors
+    of fewer than 4,096 elements, over all ranks, keep fp32 state: how a model is sharded or grouped
+    changes nothing.
+
+    Parameters
+    ----------
+    betas, eps, lr, weight_decay, clip, warmup_steps, schedule, schedule_steps, groups
+        See `dcp.optim.AdamW`.
+
+    Raises
+    ------
+    dcp.ArgumentError
+        Names the setting, its value and the rule.
+
+    Examples
+    --------
+    >>> import dcp
+    >>> dcp.optim.AdamW8bit(lr=0.01).rules([("w", (64, 64))])[0].kind
+    'adamw8bit'
+    """
+
+    name: ClassVar[str] = "adamw8bit"
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.name: cls for cls in (AdamW, AdamW8bit, Muon, Shampoo)
+}

@@ -22,9 +22,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +35,13 @@ from dcp.checkpoint import Run
 
 if TYPE_CHECKING:
     from dcp.models import Model, Transformer1D
-    from dcp.optim import AdamW
+    from dcp.optim_base import Optimizer
+    from dcp.sharded_tensors import ShardedTensors
     from dcp.world import World
 
 __all__ = ["ShardedModel", "StepResult", "fully_shard"]
 
-_WEIGHTS, _GRADIENTS, _ADAMW_M, _ADAMW_V = range(4)
+_WEIGHTS, _GRADIENTS = range(2)  # dcp_sharded_kind_t
 _SEQUENCE_KINDS = ("auto", "ulysses", "ring")  # dcp_sequence_kind_t
 
 
@@ -94,7 +96,7 @@ class StepResult:
 class ShardedModel:
     """Made by `fully_shard`, which says what the settings mean.
 
-    Each rank owns, updates and saves its shard of weights and AdamW's moments.
+    Each rank owns, updates and saves its shard of the weights and of the optimizer's state.
     Methods marked *collective* must be called by all ranks in the same order, and by one thread at
     a time of a process, beside which no other thread computes with dcp. A context manager.
 
@@ -150,8 +152,9 @@ class ShardedModel:
         self.windows = bool(windows)
         self.reduce = reduce
         self._updates = 0
-        self._forward_only = forward_only
-        self._stateful = set(self._names) - self._frozen
+        self._optimizer: Optimizer | None = None
+        self._kept: dict[str, list[Run]] = {}  # state of frozen tensors, by kind
+        self._kept_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -211,32 +214,136 @@ class ShardedModel:
     def shards(self) -> dict[str, list[Run]]:
         """This rank's part of the weights and of the optimizer's state, as writable views.
 
-        Frozen tensors have weights and no state, unless `keep_state` named them. Call
-        `weights_changed` after writing weights.
+        Kinds are "weights" and the states of the optimizer that is set ("adamw.m", ...), each of
+        the tensors that have it: frozen tensors have none, unless `keep_state` brought it. A state
+        whose shape is not the tensor's is in `kind_shapes`. Call `weights_changed` after writing
+        weights.
         """
-        kinds = {"weights": _WEIGHTS}
-        if not self._forward_only:
-            kinds |= {"adamw.m": _ADAMW_M, "adamw.v": _ADAMW_V}
+        shards = {"weights": self._runs(self._core.runs(_WEIGHTS))}
+        for number, (kind, _) in enumerate(self._core.states()):
+            shards[kind] = self._runs(self._core.state_runs(number))
+        for kind, runs in self._kept.items():
+            shards[kind] = shards.get(kind, []) + runs
+        return shards
+
+    def _runs(self, runs: Iterable[tuple[int, int, NDArray[Any]]]) -> list[Run]:
+        return [Run(self._names[tensor], first, array) for tensor, first, array in runs]
+
+    def state_names(self) -> dict[str, list[str]]:
+        """Kind of state -> the tensors that have it, over all ranks; empty before one is set."""
         return {
-            kind: [
-                Run(self._names[tensor], first, array)
-                for tensor, first, array in self._core.runs(number)
-                if kind == "weights" or self._names[tensor] in self._stateful
-            ]
-            for kind, number in kinds.items()
+            kind: [self._names[tensor] for tensor in shapes] for kind, shapes in self._core.states()
         }
 
-    def keep_state(self, names: Iterable[str]) -> None:
-        """Let `shards` hold the optimizer's state of these tensors too: frozen now, trained before.
+    def kind_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Kind of state -> tensor -> shape, for the kinds whose shape is not the tensor's.
+
+        Runs of these kinds in `shards` count elements of that shape.
+        """
+        shapes = self.shapes
+        found = {
+            kind: {self._names[tensor]: shape for tensor, shape in of.items()}
+            for kind, of in self._core.states()
+        }
+        for kind, kept in self._kept_shapes.items():
+            found[kind] = found.get(kind, {}) | kept
+        return {
+            kind: of
+            for kind, of in found.items()
+            if any(shape != shapes[name] for name, shape in of.items())
+        }
+
+    def keep_state(
+        self,
+        states: Mapping[str, Mapping[str, Sequence[int]]],
+        *,
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make room in `shards` for state of tensors that were trained before and are frozen now.
 
         `dcp.Trainer` calls it when it resumes, so that what was learned before a tensor was frozen
-        stays in the checkpoints.
+        stays in the checkpoints. The arrays are NumPy's own, each rank has its part.
+
+        Parameters
+        ----------
+        states : mapping
+            Kind of state -> name of a frozen tensor -> shape of its state.
+        dtypes : mapping, optional
+            Kind of state -> dtype; default float32.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A name is no tensor of this model, or is not frozen.
         """
-        kept = set(names)
-        unknown = sorted(kept - set(self._names))
-        if unknown:
-            raise _dcp.ArgumentError(f"names: {unknown[0]!r} is no tensor of this model")
-        self._stateful |= kept
+        shapes = self.shapes
+        weights = self._runs(self._core.runs(_WEIGHTS))
+        for kind, of in states.items():
+            dtype = np.dtype((dtypes or {}).get(kind, "float32"))
+            for name, shape in of.items():
+                if name not in shapes:
+                    raise _dcp.ArgumentError(f"states: {name!r} is no tensor of this model")
+                if name not in self._frozen:
+                    raise _dcp.ArgumentError(f"states: {name!r} is trained: its state is there")
+                self._kept_shapes.setdefault(kind, {})[name] = tuple(shape)
+                if tuple(shape) == shapes[name]:
+                    parts = [(run.first, run.array.size) for run in weights if run.name == name]
+                else:  # any cut serves, as long as ranks cover it once
+                    size, rank, ranks = math.prod(shape), self.world.rank, self.world.size
+                    first = size * rank // ranks
+                    parts = [(first, size * (rank + 1) // ranks - first)]
+                self._kept.setdefault(kind, []).extend(
+                    Run(name, first, np.zeros(count, dtype)) for first, count in parts if count
+                )
+
+    def set_optimizer(self, optimizer: Optimizer, *, keep: bool = False) -> None:
+        """Make the optimizer's state, zero, beside this rank's shard. Collective.
+
+        State of an earlier optimizer is dropped, and `update_count` is 0 again; arrays from
+        `shards` must be gone by then. With `keep` the state that is there goes on under new
+        numbers, as in `step`; the first optimizer gets its state either way.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            A rule of the optimizer is broken, a group matches no tensor, or, with `keep`, the
+            optimizer needs another state.
+        dcp.MismatchError
+            Ranks have different optimizers.
+        """
+        if keep:
+            self._use(optimizer)
+            return
+        self._core.set_optimizer(self._rules(optimizer), False)
+        self._optimizer = optimizer
+        self._updates = 0
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer whose state is there; None before one is set."""
+        return self._optimizer
+
+    def _rules(self, optimizer: Optimizer) -> list[tuple[Any, ...]]:
+        return [rule.core() for rule in optimizer.rules(list(self.shapes.items()))]
+
+    def _use(self, optimizer: Optimizer) -> None:
+        """Update with these settings from now on: the first ones, or others for the same state."""
+        if self._optimizer is None:
+            if self._updates > 0:
+                raise _dcp.StateError(
+                    f"update_count = {self._updates}, but no state was loaded: call "
+                    "set_optimizer first, then load into shards()"
+                )
+            self._core.set_optimizer(self._rules(optimizer), False)
+        elif optimizer is not self._optimizer and optimizer != self._optimizer:
+            try:
+                self._core.set_optimizer(self._rules(optimizer), True)
+            except _dcp.ArgumentError as error:
+                raise _dcp.ArgumentError(
+                    f"optimizer {optimizer.name!r}: this model has the state of "
+                    f"{self._optimizer.name!r}; ShardedModel.set_optimizer starts anew ({error})"
+                ) from error
+        self._optimizer = optimizer
 
     def weights_changed(self) -> None:
         """Publish weights that were written through `shards`. Collective."""
@@ -250,7 +357,7 @@ class ShardedModel:
         trainable: int,
         lr: float,
         step: int,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         plan_hash: str = "0",
         dropout_seed: int = 0,
         nonfinite: Literal["stop", "skip"] = "stop",
@@ -271,8 +378,9 @@ class ShardedModel:
             Learning rate of this step.
         step : int
             Number of the step; must agree on all ranks.
-        optimizer : dcp.optim.AdamW
-            Settings of the update.
+        optimizer : dcp.optim.Optimizer
+            Settings of the update. The first one is set (`set_optimizer`); a later one may have
+            other numbers, for the same state.
         plan_hash : str
             Hexadecimal; must agree on all ranks, else `dcp.MismatchError` before anything runs.
         dropout_seed : int
@@ -284,6 +392,7 @@ class ShardedModel:
             Every group of two or more ranks that any micro-batch of the step has, on any rank;
             the same on all ranks: `dcp.Plan.groups`.
         """
+        self._use(optimizer)
         result = self._core.step(
             micro_batches,
             scale=scale,
@@ -293,10 +402,6 @@ class ShardedModel:
             plan_hash=int(plan_hash, 16) & 0xFFFFFFFFFFFFFFFF,
             clip=optimizer.clip or 0.0,  # 0: no clipping
             lr=lr,
-            beta1=optimizer.betas[0],
-            beta2=optimizer.betas[1],
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
             skip_nonfinite=nonfinite == "skip",
             dropout_seed=dropout_seed,
             groups=groups,
@@ -365,6 +470,7 @@ class ShardedModel:
         return f"<dcp.ShardedModel of {count:,} parameters over {self.world.size} ranks>"
 
 
+@overload
 def fully_shard(
     model: Model | Transformer1D,
     world: World,
@@ -376,7 +482,28 @@ def fully_shard(
     reduce: Literal["step", "layer"] = "step",
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
-) -> ShardedModel:
+) -> ShardedModel: ...
+
+
+@overload
+def fully_shard(
+    model: Mapping[str, Any] | Sequence[tuple[str, Any]], world: World, **options: Any
+) -> ShardedTensors: ...
+
+
+def fully_shard(
+    model: Model | Transformer1D | Mapping[str, Any] | Sequence[tuple[str, Any]],
+    world: World,
+    *,
+    block_rows: Any = 1,
+    seed: int = 0,
+    frozen: Sequence[str] = (),
+    windows: bool = True,
+    reduce: Literal["step", "layer"] = "step",
+    sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
+    **options: Any,
+) -> ShardedModel | ShardedTensors:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
 
     Shards are cut only at block borders (RaggedShard of veScale-FSDP, arXiv 2602.22437). With
@@ -385,9 +512,10 @@ def fully_shard(
 
     Parameters
     ----------
-    model : dcp.Model or dcp.Transformer1D
+    model : dcp.Model, dcp.Transformer1D, or a mapping or list of (name, tensor)
         A model whose weights are taken over (the same on every rank), or a configuration whose
-        weights are initialised from `seed`, each rank its own shard.
+        weights are initialised from `seed`, each rank its own shard. Tensors of any other model
+        make a `dcp.sharded_tensors.ShardedTensors`, which see for its further settings.
     world : dcp.World
         The ranks.
     block_rows : int
@@ -413,7 +541,7 @@ def fully_shard(
 
     Returns
     -------
-    ShardedModel
+    ShardedModel or ShardedTensors
 
     Raises
     ------
@@ -428,6 +556,23 @@ def fully_shard(
     ...         len(model.shapes) == len(model.parameters())
     True
     """
+    if isinstance(model, Mapping | list | tuple):
+        from dcp.sharded_tensors import ShardedTensors
+
+        return ShardedTensors(
+            model,
+            world,
+            block_rows=block_rows,
+            frozen=frozen,
+            windows=windows,
+            reduce=reduce,
+            compute_dtype=compute_dtype or "float32",
+            **options,
+        )
+    if options:
+        raise TypeError(
+            f"fully_shard: {sorted(options)[0]!r} is a setting of tensors, not of models"
+        )
     config: Any = getattr(model, "config", model)
     if compute_dtype is not None:
         config = dataclasses.replace(config, compute_dtype=compute_dtype)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dcp._dcp import ArgumentError, FileError, MismatchError, StateError, UnsupportedError
-from dcp.optim import AdamW
+from dcp.optim_base import Optimizer
 from dcp.refit import Refit
 
 __all__ = ["Replay", "Report", "StepRecord", "Trainer"]
@@ -122,7 +122,7 @@ class Trainer:
     ----------
     model : dcp.ShardedModel
         From :func:`dcp.fully_shard`.
-    optimizer : dcp.optim.AdamW
+    optimizer : dcp.optim.Optimizer
         Rule and learning rate.
     loader : dcp.Loader
         Yields the steps; its `state_dict` goes into checkpoints.
@@ -185,7 +185,7 @@ class Trainer:
     def __init__(
         self,
         model: Any,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         loader: Any,
         *,
         controller: None = None,
@@ -215,6 +215,7 @@ class Trainer:
             raise ArgumentError("save_every and resume need checkpoint, the folder")
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self.world = model.world
+        model.set_optimizer(optimizer, keep=True)
         self.checkpoint = Path(checkpoint) if checkpoint is not None else None
         self.save_every, self.keep = save_every, keep
         if target_loss is not None and eval_every is None:
@@ -366,6 +367,7 @@ class Trainer:
             "train_seconds": self.train_seconds,
             "skipped": self.skipped,
             "update_count": self.model.update_count,
+            "optimizer": self.optimizer.name,
             "loader": self.loader.state_dict(),
         }
         if self.refit is not None:
@@ -377,6 +379,7 @@ class Trainer:
             world=self.world,
             shards=self.model.shards(),
             shapes=self.model.shapes,
+            kind_shapes=self.model.kind_shapes(),
             state=state,
             config=self.model.config,
             keep=self.keep,
@@ -392,15 +395,14 @@ class Trainer:
             path = checkpoint.latest(self.checkpoint)
         for warning in skipped if self.world.rank == 0 else ():
             _logger.warning("%s", warning.message)
-        self.model.keep_state(
-            tensor["name"]
-            for tensor in checkpoint.show(path)["tensors"]
-            if tensor["name"] in self.model.frozen and "adamw.m" in tensor["kinds"]
-        )
+        shown = checkpoint.show(path)
+        self._check_state(path, shown)
+        self._keep_state(shown)
         state = checkpoint.load(
             path,
             shards=self.model.shards(),
             shapes=self.model.shapes,
+            kind_shapes=self.model.kind_shapes(),
             config=self.model.config,
             world=self.world,
         )
@@ -414,6 +416,40 @@ class Trainer:
         self.train_seconds = float(state["train_seconds"])
         self.skipped = int(state["skipped"])
         self._saved = self.step
+
+    def _check_state(self, path: Path, shown: dict[str, Any]) -> None:
+        """The checkpoint has the state that this optimizer needs, of every tensor, and no other."""
+        have = {
+            (kind, tensor["name"])
+            for tensor in shown["tensors"]
+            for kind in tensor["kinds"]
+            if kind != "weights" and tensor["name"] not in self.model.frozen
+        }
+        need = {(kind, name) for kind, names in self.model.state_names().items() for name in names}
+        if have == need:
+            return
+        (kind, name), verb = min(
+            [(pair, "lacks") for pair in need - have] + [(pair, "has") for pair in have - need]
+        )
+        saved = shown["state"].get("optimizer", "another optimizer")
+        raise FileError(
+            f"{path} is of {saved!r} and this run of {self.optimizer.name!r}: the checkpoint "
+            f"{verb} {kind} of {name}"
+        )
+
+    def _keep_state(self, shown: dict[str, Any]) -> None:
+        """Let the model hold the saved state of tensors that are frozen now."""
+        states: dict[str, dict[str, Any]] = {}
+        for tensor in shown["tensors"]:
+            for kind in tensor["kinds"] if tensor["name"] in self.model.frozen else ():
+                if kind != "weights":
+                    shape = tensor.get("kind_shapes", {}).get(kind, tensor["shape"])
+                    states.setdefault(kind, {})[tensor["name"]] = shape
+        if states:
+            from dcp.checkpoint_format import DTYPES
+
+            dtypes = {kind: DTYPES[shown["kinds"][kind]["dtype"] or "F32"].name for kind in states}
+            self.model.keep_state(states, dtypes=dtypes)
 
     def _open_metrics(self) -> _Metrics:
         folder = self.metrics_folder if self.world.rank == 0 else None

@@ -241,3 +241,65 @@ class Reference:
             dlogits[rows, labels[a:b][rows]] -= 1
             self._sequence_backward(w * dlogits, kept, gradients)
         return loss, gradients
+
+
+def newton_schulz(u, iterations=5):
+    """What Muon makes of a matrix of norm > 1e-7; [rows, columns]."""
+    x = u / np.linalg.norm(u)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def muon_ref(w, gradients, *, lr, momentum, nesterov, weight_decay, iterations=5):
+    """Weights and momentum after one Muon step per gradient; [rows, columns]."""
+    m = np.zeros_like(w)
+    for g in gradients:
+        m = momentum * m + g
+        o = newton_schulz(g + momentum * m if nesterov else m, iterations)
+        w = w - lr * (0.2 * np.sqrt(max(w.shape)) * o + weight_decay * w)
+    return w, m
+
+
+def inverse_fourth_root(a, ridge=1e-6):
+    """(a + ridge * largest eigenvalue)^(-1/4) by eigh; the identity for 0."""
+    values, vectors = np.linalg.eigh(a)
+    if values[-1] <= 0:
+        return np.eye(len(a))
+    values = np.maximum(values, 0) + ridge * values[-1]
+    return (vectors * values**-0.25) @ vectors.T
+
+
+def even_cuts(size, block):
+    """Slices of as few near equal parts as keep each <= block."""
+    parts = np.array_split(np.arange(size), -(-size // block))
+    return [slice(part[0], part[-1] + 1) for part in parts]
+
+
+def shampoo_ref(w, gradients, *, lr, betas, eps, weight_decay, block, roots_at):
+    """Weights and states after one Shampoo step per gradient; [rows, columns].
+
+    `roots_at(step)`: are inverse roots made in this step? States are lists over blocks, by rows,
+    then columns; m and v whole.
+    """
+    beta1, beta2 = betas
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    cells = [(i, j) for i in even_cuts(len(w), block) for j in even_cuts(w.shape[1], block)]
+    left = [np.zeros((i.stop - i.start,) * 2) for i, _ in cells]
+    right = [np.zeros((j.stop - j.start,) * 2) for _, j in cells]
+    roots = [(None, None)] * len(cells)
+    for step, g in enumerate(gradients):
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        adam = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + eps)
+        update = np.zeros_like(w)
+        for k, cell in enumerate(cells):
+            left[k] = beta2 * left[k] + (1 - beta2) * g[cell] @ g[cell].T
+            right[k] = beta2 * right[k] + (1 - beta2) * g[cell].T @ g[cell]
+            if roots_at(step):
+                roots[k] = inverse_fourth_root(left[k]), inverse_fourth_root(right[k])
+            p = roots[k][0] @ m[cell] @ roots[k][1]
+            norm = np.linalg.norm(p)
+            update[cell] = p * (np.linalg.norm(adam[cell]) / norm if norm > 0 else 0.0)
+        w = w - lr * (update + weight_decay * w)
+    return w, {"left": left, "right": right, "m": m, "v": v}

@@ -86,6 +86,8 @@ struct dcp_comm *bind_world_comm(PyObject *world);
  * fails. */
 struct dcp_window;
 PyObject *bind_window_new(struct dcp_window *window, int32_t size);
+/* The window of such an object, borrowed; NULL with an exception where it is none. */
+const struct dcp_window *bind_window_of(PyObject *window);
 
 /* Reads a mapping of dcp_transformer1d_config_t's fields (Hugging Face names; every key
  * needed, no other allowed) and checks it. 0, or -1 with an exception. */
@@ -104,5 +106,9 @@ int bind_layout_register(PyObject *module);
 int bind_plan_register(PyObject *module);
 int bind_sim_register(PyObject *module);
 int bind_step_register(PyObject *module);
+int bind_dbuffer_register(PyObject *module);
+/* called by bind_dbuffer_register */
+int bind_shard_optimizer_register(PyObject *module);
+int bind_placement_register(PyObject *module);
 
 #endif

@@ -13,6 +13,7 @@ typedef struct sharded_object {
     PyObject *world;                      /* keeps the communicator alive */
     dcp_pool_t *pool;                     /* the process's, borrowed */
     int32_t views;                        /* arrays that look into the buffers */
+    int32_t state_views;                  /* of these, into the optimizer's state */
 } sharded_object_t;
 
 /* Micro-batches converted for the core. */
@@ -373,19 +374,17 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
 {
     static char *names[] = {"micro_batches",   "scale",        "step",   "update_count",
                             "trainable_count", "plan_hash",    "clip",   "lr",
-                            "beta1",           "beta2",        "eps",    "weight_decay",
                             "skip_nonfinite",  "dropout_seed", "groups", NULL};
     PyObject *micro_batches, *groups = Py_None;
     double scale = 0;
-    dcp_step_args_t step = {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8};
+    dcp_step_args_t step = {0};
     long long number = 0, update_count = 0, trainable = 0;
     unsigned long long plan_hash = 0, dropout_seed = 0;
     int skip = 0;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O|$dLLLKddddddpKO", names, &micro_batches, &scale, &number,
-            &update_count, &trainable, &plan_hash, &step.clip, &step.lr, &step.beta1,
-            &step.beta2, &step.eps, &step.weight_decay, &skip, &dropout_seed,
-            &groups)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$dLLLKddpKO", names,
+                                     &micro_batches, &scale, &number, &update_count,
+                                     &trainable, &plan_hash, &step.clip, &step.lr,
+                                     &skip, &dropout_seed, &groups)) {
         return NULL;
     }
     dcp_sharded_t *sharded = checked(self);
@@ -438,13 +437,12 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
     return out;
 }
 
-PyDoc_STRVAR(sharded_step_doc,
-             "step(micro_batches, *, scale, step, update_count, trainable_count, "
-             "plan_hash, clip, lr, "
-             "beta1, beta2, eps, weight_decay, skip_nonfinite, "
-             "dropout_seed)\n--\n\nOne optimizer step. "
-             "Collective. Returns a dict: loss, grad_norm, seconds, skipped, "
-             "gathered_bytes, reduced_bytes, busy_s.");
+PyDoc_STRVAR(
+    sharded_step_doc,
+    "step(micro_batches, *, scale, step, update_count, trainable_count, "
+    "plan_hash, clip, lr, skip_nonfinite, dropout_seed)\n--\n\nOne optimizer step. "
+    "Collective. Returns a dict: loss, grad_norm, seconds, skipped, "
+    "gathered_bytes, reduced_bytes, busy_s.");
 
 static PyObject *
 sharded_step(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -526,13 +524,24 @@ view_release(PyObject *capsule)
     Py_DECREF(self);
 }
 
-static PyObject *
-make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
-          int writable)
+static void
+state_view_release(PyObject *capsule)
 {
-    PyObject *array = PyArray_SimpleNewFromData(dim_count, shape, NPY_FLOAT32, data);
+    sharded_object_t *self = PyCapsule_GetContext(capsule);
+    self->state_views--;
+    view_release(capsule);
+}
+
+static PyObject *
+make_view_of(sharded_object_t *self, void *data, int type_num, int dim_count,
+             npy_intp *shape, int writable, int state)
+{
+    PyObject *array = PyArray_SimpleNewFromData(dim_count, shape, type_num, data);
     /* the capsule's pointer must not be NULL and is not used */
-    PyObject *capsule = array != NULL ? PyCapsule_New(self, NULL, view_release) : NULL;
+    PyObject *capsule =
+        array != NULL
+            ? PyCapsule_New(self, NULL, state ? state_view_release : view_release)
+            : NULL;
     if (capsule == NULL || PyCapsule_SetContext(capsule, self) < 0) {
         Py_XDECREF(capsule);
         Py_XDECREF(array);
@@ -540,6 +549,7 @@ make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
     }
     Py_INCREF(self);
     self->views++;
+    self->state_views += state;
     if (PyArray_SetBaseObject((PyArrayObject *)array, capsule)
         < 0) { /* takes the capsule */
         Py_DECREF(array);
@@ -551,6 +561,13 @@ make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
     return array;
 }
 
+static PyObject *
+make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
+          int writable)
+{
+    return make_view_of(self, data, NPY_FLOAT32, dim_count, shape, writable, 0);
+}
+
 static const dcp_dbuffer_t *
 kind_buffer(sharded_object_t *self, int kind)
 {
@@ -559,7 +576,7 @@ kind_buffer(sharded_object_t *self, int kind)
         return NULL;
     }
     const dcp_dbuffer_t *buffer =
-        kind >= 0 && kind <= DCP_SHARDED_ADAMW_V
+        kind >= 0 && kind <= DCP_SHARDED_GRADIENTS
             ? dcp_sharded_buffer(sharded, (dcp_sharded_kind_t)kind)
             : NULL;
     if (buffer == NULL) {
@@ -669,6 +686,256 @@ sharded_tensors(PyObject *object, PyObject *unused)
     return list;
 }
 
+/* One rule a tensor: a tuple of the fields of dcp_optimizer_rule_t, in their order. */
+static dcp_optimizer_rule_t *
+rules_of(PyObject *sequence, int64_t tensor_count)
+{
+    PyObject *fast = PySequence_Fast(sequence, "rules must be a sequence");
+    if (fast == NULL) {
+        return NULL;
+    }
+    dcp_optimizer_rule_t *rules = NULL;
+    if (PySequence_Fast_GET_SIZE(fast) != tensor_count) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG, "rules has %lld items, the model %lld tensors",
+                            (long long)PySequence_Fast_GET_SIZE(fast),
+                            (long long)tensor_count));
+        goto fail;
+    }
+    rules = PyMem_Calloc((size_t)tensor_count + 1, sizeof *rules);
+    if (rules == NULL) {
+        PyErr_NoMemory();
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < tensor_count; i++) {
+        PyObject *item = PySequence_Tuple(PySequence_Fast_GET_ITEM(fast, i));
+        dcp_optimizer_rule_t *rule = &rules[i];
+        int kind;
+        long long block;
+        int ok = item != NULL
+                 && PyArg_ParseTuple(item, "iddddddpiLi", &kind, &rule->lr_scale,
+                                     &rule->weight_decay, &rule->beta1, &rule->beta2,
+                                     &rule->eps, &rule->momentum, &rule->nesterov,
+                                     &rule->iterations, &block, &rule->every);
+        Py_XDECREF(item);
+        if (!ok) {
+            PyMem_Free(rules);
+            rules = NULL;
+            goto fail;
+        }
+        rule->kind = (dcp_optimizer_kind_t)kind;
+        rule->block = block;
+    }
+fail:
+    Py_DECREF(fast);
+    return rules;
+}
+
+PyDoc_STRVAR(
+    sharded_set_optimizer_doc,
+    "set_optimizer(rules, keep)\n--\n\nOne rule a tensor, each a tuple of the fields "
+    "of dcp_optimizer_rule_t. keep: the state that is there goes on under new numbers, "
+    "else it is made anew. Collective.");
+
+static PyObject *
+sharded_set_optimizer(PyObject *object, PyObject *args)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    PyObject *sequence;
+    int keep;
+    if (!PyArg_ParseTuple(args, "Op", &sequence, &keep)) {
+        return NULL;
+    }
+    dcp_sharded_t *sharded = checked(self);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    if (!keep && self->state_views > 0) {
+        return bind_raise(
+            DCP_FAIL(DCP_ERR_STATE,
+                     "%d arrays still look into the optimizer's state: drop them first",
+                     (int)self->state_views));
+    }
+    dcp_optimizer_rule_t *rules = rules_of(sequence, dcp_sharded_tensor_count(sharded));
+    if (rules == NULL) {
+        return NULL;
+    }
+    dcp_status_t status;
+    if (keep) {
+        status = dcp_sharded_set_rules(sharded, rules);
+    } else {
+        BIND_NOGIL(status, dcp_sharded_set_optimizer(sharded, rules));
+    }
+    PyMem_Free(rules);
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+static int
+type_num_of(dcp_dtype_t dtype)
+{
+    switch (dtype) {
+    case DCP_F32:
+        return NPY_FLOAT32;
+    case DCP_F64:
+        return NPY_FLOAT64;
+    case DCP_I32:
+        return NPY_INT32;
+    case DCP_I64:
+        return NPY_INT64;
+    case DCP_U8:
+        return NPY_UINT8;
+    case DCP_BF16:
+        break;
+    }
+    return NPY_UINT16; /* bf16: its bits */
+}
+
+/* {tensor: shape} of one state. */
+static PyObject *
+state_shapes(const dcp_optimizer_t *optimizer, int32_t state, int64_t tensor_count)
+{
+    PyObject *shapes = PyDict_New();
+    for (int64_t i = 0; shapes != NULL && i < tensor_count; i++) {
+        int32_t dim_count;
+        int64_t shape[DCP_OPTIMIZER_DIMS];
+        dcp_optimizer_state_shape(optimizer, state, i, &dim_count, shape);
+        if (dim_count < 0) {
+            continue;
+        }
+        PyObject *key = PyLong_FromLongLong(i);
+        PyObject *tuple = PyTuple_New(dim_count);
+        for (int32_t d = 0; tuple != NULL && d < dim_count; d++) {
+            PyObject *size = PyLong_FromLongLong(shape[d]);
+            if (size == NULL) {
+                Py_CLEAR(tuple);
+                break;
+            }
+            PyTuple_SET_ITEM(tuple, d, size);
+        }
+        if (key == NULL || tuple == NULL || PyDict_SetItem(shapes, key, tuple) < 0) {
+            Py_CLEAR(shapes);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(tuple);
+    }
+    return shapes;
+}
+
+PyDoc_STRVAR(sharded_states_doc,
+             "states()\n--\n\nThe optimizer's states: a list of (name, {tensor index: "
+             "shape}); empty before one is set.");
+
+static PyObject *
+sharded_states(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    const dcp_optimizer_t *optimizer = dcp_sharded_optimizer(sharded);
+    int32_t count = optimizer != NULL ? dcp_optimizer_state_count(optimizer) : 0;
+    PyObject *list = PyList_New(0);
+    for (int32_t state = 0; list != NULL && state < count; state++) {
+        PyObject *shapes =
+            state_shapes(optimizer, state, dcp_sharded_tensor_count(sharded));
+        PyObject *item =
+            shapes != NULL
+                ? Py_BuildValue("sN", dcp_optimizer_state_name(optimizer, state),
+                                shapes)
+                : NULL;
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(sharded_state_runs_doc,
+             "state_runs(state)\n--\n\nWhat this rank holds of state number `state`: a "
+             "list of (tensor index, first element of the state's shape, writable "
+             "array).");
+
+static PyObject *
+sharded_state_runs(PyObject *object, PyObject *argument)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    long state = PyLong_AsLong(argument);
+    dcp_sharded_t *sharded = checked(self);
+    if (sharded == NULL || (state == -1 && PyErr_Occurred())) {
+        return NULL;
+    }
+    const dcp_optimizer_t *optimizer = dcp_sharded_optimizer(sharded);
+    int32_t count = optimizer != NULL ? dcp_optimizer_state_count(optimizer) : 0;
+    if (state < 0 || state >= count) {
+        return bind_raise(DCP_FAIL(
+            DCP_ERR_ARG, "state %ld: the optimizer has %d states", state, (int)count));
+    }
+    const dcp_state_run_t *runs;
+    int64_t run_count;
+    dcp_optimizer_state_runs(optimizer, (int32_t)state, &runs, &run_count);
+    int type_num = type_num_of(dcp_optimizer_state_dtype(optimizer, (int32_t)state));
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < run_count; i++) {
+        npy_intp size = runs[i].count;
+        PyObject *view = make_view_of(self, runs[i].data, type_num, 1, &size, 1, 1);
+        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
+                                                      (long long)runs[i].first, view)
+                                      : NULL;
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+PyDoc_STRVAR(
+    optimizer_bytes_doc,
+    "optimizer_bytes(config, rules, *, ranks, block_rows, no_windows)\n--\n\n"
+    "Most bytes of the optimizer's state and scratch that any rank would hold.");
+
+static PyObject *
+optimizer_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    static char *names[] = {"config",     "rules",      "ranks",
+                            "block_rows", "no_windows", NULL};
+    PyObject *mapping, *sequence;
+    int ranks = 1, no_windows = 0;
+    long long block_rows = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$iLp", names, &mapping,
+                                     &sequence, &ranks, &block_rows, &no_windows)) {
+        return NULL;
+    }
+    dcp_transformer1d_config_t config;
+    if (bind_transformer1d_config(mapping, &config) < 0) {
+        return NULL;
+    }
+    dcp_status_t status = dcp_transformer1d_check(&config);
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    dcp_optimizer_rule_t *rules = rules_of(sequence, dcp_model_tensor_count(&config));
+    if (rules == NULL) {
+        return NULL;
+    }
+    int64_t bytes = 0;
+    BIND_NOGIL(status, dcp_sharded_optimizer_bytes(&config, rules, ranks, block_rows,
+                                                   no_windows, &bytes));
+    PyMem_Free(rules);
+    return status == DCP_OK ? PyLong_FromLongLong(bytes) : bind_raise(status);
+}
+
+static PyMethodDef step_functions[] = {
+    {"optimizer_bytes", (PyCFunction)(void (*)(void))optimizer_bytes,
+     METH_VARARGS | METH_KEYWORDS, optimizer_bytes_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMethodDef sharded_methods[] = {
     {"step", (PyCFunction)(void (*)(void))sharded_step, METH_VARARGS | METH_KEYWORDS,
      sharded_step_doc},
@@ -678,6 +945,9 @@ static PyMethodDef sharded_methods[] = {
     {"publish", sharded_publish, METH_NOARGS, sharded_publish_doc},
     {"tensor_view", sharded_tensor_view, METH_VARARGS, sharded_tensor_view_doc},
     {"runs", sharded_runs, METH_O, sharded_runs_doc},
+    {"set_optimizer", sharded_set_optimizer, METH_VARARGS, sharded_set_optimizer_doc},
+    {"states", sharded_states, METH_NOARGS, sharded_states_doc},
+    {"state_runs", sharded_state_runs, METH_O, sharded_state_runs_doc},
     {"tensors", sharded_tensors, METH_NOARGS, sharded_tensors_doc},
     {"close", sharded_close, METH_NOARGS, sharded_close_doc},
     {NULL, NULL, 0, NULL},
@@ -700,7 +970,8 @@ int
 bind_step_register(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &sharded_spec, NULL);
-    if (type == NULL) {
+    if (type == NULL || PyModule_AddFunctions(module, step_functions) < 0) {
+        Py_XDECREF(type);
         return -1;
     }
     int result = PyModule_AddObjectRef(module, "Sharded", type);

@@ -27,6 +27,18 @@ bind_window_new(struct dcp_window *window, int32_t size)
     return (PyObject *)self;
 }
 
+const struct dcp_window *
+bind_window_of(PyObject *window)
+{
+    if (window_type == NULL || !PyObject_TypeCheck(window, window_type)) {
+        bind_raise(DCP_FAIL(DCP_ERR_TYPE,
+                            "window must be a dcp._dcp.Window, got %.100s",
+                            Py_TYPE(window)->tp_name));
+        return NULL;
+    }
+    return ((window_t *)window)->window;
+}
+
 static void
 window_dealloc(PyObject *object)
 {

@@ -274,8 +274,31 @@ dcp_comm_alltoallv(dcp_comm_t *comm, const void *send, const int64_t *send_count
     DCP_TRY(check_overlap(send, send_total * item, recv, recv_total * item, NULL, ""));
     comm_call_t call = new_call(comm, COMM_ALLTOALLV);
     call.dtype = (int32_t)dtype;
-    return finish(
-        comm, comm->ops->alltoallv(comm, &call, send, send_counts, recv, recv_counts));
+    comm_exchange_t exchange = {send, recv, send_counts, recv_counts, NULL};
+    return finish(comm, comm->ops->alltoallv(comm, &call, &exchange));
+}
+
+dcp_status_t
+dcp_comm_alltoall_parts(dcp_comm_t *comm, const dcp_comm_parts_t *parts,
+                        const int64_t *send_counts, const int64_t *recv_counts,
+                        dcp_dtype_t dtype)
+{
+    DCP_TRY(begin(comm, false));
+    int64_t total;
+    DCP_TRY(check_counts("send_counts", send_counts, comm->size, dtype, &total));
+    DCP_TRY(check_counts("recv_counts", recv_counts, comm->size, dtype, &total));
+    int32_t rank = comm->rank;
+    if (send_counts[rank] != 0 || recv_counts[rank] != 0) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "send_counts[%d] = %" PRId64 " and recv_counts[%d] = %" PRId64
+                        " must be 0 on rank %d itself",
+                        (int)rank, send_counts[rank], (int)rank, recv_counts[rank],
+                        (int)rank);
+    }
+    comm_call_t call = new_call(comm, COMM_ALLTOALLV);
+    call.dtype = (int32_t)dtype;
+    comm_exchange_t exchange = {NULL, NULL, send_counts, recv_counts, parts};
+    return finish(comm, comm->ops->alltoallv(comm, &call, &exchange));
 }
 
 dcp_status_t

@@ -50,6 +50,14 @@ typedef struct comm_message {
     bool finished; /* all moved */
 } comm_message_t;
 
+/* Both sides of an alltoallv: arrays, or parts where these are given. */
+typedef struct comm_exchange {
+    const void *send;
+    void *recv;
+    const int64_t *send_counts, *recv_counts; /* [size] */
+    const dcp_comm_parts_t *parts;            /* NULL: send and recv are used */
+} comm_exchange_t;
+
 typedef struct comm_ops {
     const char *name;
     void (*destroy)(dcp_comm_t *comm);
@@ -65,8 +73,7 @@ typedef struct comm_ops {
     dcp_status_t (*allreduce)(dcp_comm_t *comm, const comm_call_t *call,
                               const void *send, void *recv);
     dcp_status_t (*alltoallv)(dcp_comm_t *comm, const comm_call_t *call,
-                              const void *send, const int64_t *send_counts, void *recv,
-                              const int64_t *recv_counts);
+                              const comm_exchange_t *exchange);
     dcp_status_t (*broadcast)(dcp_comm_t *comm, const comm_call_t *call, void *data);
     dcp_status_t (*exchange)(dcp_comm_t *comm, const comm_call_t *call,
                              comm_message_t *messages, int64_t message_count);

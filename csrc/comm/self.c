@@ -77,12 +77,12 @@ self_allreduce(dcp_comm_t *comm, const comm_call_t *call, const void *send, void
 }
 
 static dcp_status_t
-self_alltoallv(dcp_comm_t *comm, const comm_call_t *call, const void *send,
-               const int64_t *send_counts, void *recv, const int64_t *recv_counts)
+self_alltoallv(dcp_comm_t *comm, const comm_call_t *call,
+               const comm_exchange_t *exchange)
 {
     (void)comm;
-    (void)recv_counts;
-    copy(recv, send, send_counts[0] * dcp_dtype_bytes((dcp_dtype_t)call->dtype));
+    copy(exchange->recv, exchange->send,
+         exchange->send_counts[0] * dcp_dtype_bytes((dcp_dtype_t)call->dtype));
     return DCP_OK;
 }
 

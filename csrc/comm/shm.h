@@ -166,9 +166,8 @@ dcp_status_t shm_reduce_scatterv(dcp_comm_t *comm, const comm_call_t *call,
                                  const void *send, const int64_t *counts, void *recv);
 dcp_status_t shm_allreduce(dcp_comm_t *comm, const comm_call_t *call, const void *send,
                            void *recv);
-dcp_status_t shm_alltoallv(dcp_comm_t *comm, const comm_call_t *call, const void *send,
-                           const int64_t *send_counts, void *recv,
-                           const int64_t *recv_counts);
+dcp_status_t shm_alltoallv(dcp_comm_t *comm, const comm_call_t *call,
+                           const comm_exchange_t *exchange);
 dcp_status_t shm_broadcast(dcp_comm_t *comm, const comm_call_t *call, void *data);
 
 /* shm_message.c */

@@ -407,25 +407,35 @@ check_rows(shm_comm_t *comm, const comm_call_t *call, int64_t *largest_p)
 /* Puts step's pieces for the others into the arena of the coming round; copies this
  * rank's own piece. */
 static void
-stage_all(shm_comm_t *comm, int64_t item, const char *send, const int64_t *counts,
+stage_all(shm_comm_t *comm, int64_t item, const comm_exchange_t *exchange,
           int64_t steps, int64_t step)
 {
+    const dcp_comm_parts_t *parts = exchange->parts;
+    const int64_t *counts = exchange->send_counts;
+    const char *send = exchange->send;
     char *to = arena(comm, comm->base.rank, (comm->phase + 1) & 1);
     for (int32_t r = 0; r < comm->base.size; r++) {
         piece_t piece = piece_of(counts[r], steps, step);
         if (r != comm->base.rank && piece.count > 0) {
-            copy_bytes(to, send + piece.first * item, piece.count * item);
+            if (parts != NULL) {
+                parts->read(parts->context, r, piece.first, piece.count, to);
+            } else {
+                copy_bytes(to, send + piece.first * item, piece.count * item);
+            }
             to += room_of(piece, item);
         }
-        send += counts[r] * item;
+        send = send != NULL ? send + counts[r] * item : NULL;
     }
 }
 
 /* Copies the pieces for this rank from the arenas of the round just passed. */
 static void
-fetch_all(shm_comm_t *comm, int64_t item, char *recv, int64_t steps, int64_t step)
+fetch_all(shm_comm_t *comm, int64_t item, const comm_exchange_t *exchange,
+          int64_t steps, int64_t step)
 {
+    const dcp_comm_parts_t *parts = exchange->parts;
     int32_t rank = comm->base.rank;
+    char *recv = exchange->recv;
     for (int32_t s = 0; s < comm->base.size; s++) {
         const int64_t *sends = row_of(comm, s, 0);
         piece_t piece = piece_of(sends[rank], steps, step);
@@ -434,17 +444,23 @@ fetch_all(shm_comm_t *comm, int64_t item, char *recv, int64_t steps, int64_t ste
             for (int32_t r = 0; r < rank; r++) {
                 from += r != s ? room_of(piece_of(sends[r], steps, step), item) : 0;
             }
-            copy_bytes(recv + piece.first * item, from, piece.count * item);
+            if (parts != NULL) {
+                parts->write(parts->context, s, piece.first, piece.count, from);
+            } else {
+                copy_bytes(recv + piece.first * item, from, piece.count * item);
+            }
         }
-        recv += sends[rank] * item;
+        recv = recv != NULL ? recv + sends[rank] * item : NULL;
     }
 }
 
 dcp_status_t
-shm_alltoallv(dcp_comm_t *base, const comm_call_t *call, const void *send,
-              const int64_t *send_counts, void *recv, const int64_t *recv_counts)
+shm_alltoallv(dcp_comm_t *base, const comm_call_t *call,
+              const comm_exchange_t *exchange)
 {
     shm_comm_t *comm = (shm_comm_t *)base;
+    const int64_t *send_counts = exchange->send_counts;
+    const int64_t *recv_counts = exchange->recv_counts;
     int64_t item = item_of(call), size = base->size, own_total = 0, largest;
     /* two tables in turn: before this one is written again, all pass another alltoallv
      */
@@ -460,24 +476,24 @@ shm_alltoallv(dcp_comm_t *base, const comm_call_t *call, const void *send,
     /* a rank with little to send shows it in the first round, in the hope that all have
      * little: then this round is the only one */
     if (steps_for(comm, own_total * item, item, size) == 1) {
-        stage_all(comm, item, send, send_counts, 1, 0);
+        stage_all(comm, item, exchange, 1, 0);
     }
     DCP_TRY(shm_round(comm, call, NULL));
     DCP_TRY(check_rows(comm, call, &largest));
     int64_t own_bytes = send_counts[base->rank] * item;
     if (own_bytes > 0) {
-        copy_bytes((char *)recv + recv_start * item,
-                   (const char *)send + send_start * item, own_bytes);
+        copy_bytes((char *)exchange->recv + recv_start * item,
+                   (const char *)exchange->send + send_start * item, own_bytes);
     }
     int64_t steps = steps_for(comm, largest * item, item, size);
     if (steps == 1) {
-        fetch_all(comm, item, recv, 1, 0);
+        fetch_all(comm, item, exchange, 1, 0);
         return DCP_OK;
     }
     for (int64_t step = 0; step < steps; step++) {
-        stage_all(comm, item, send, send_counts, steps, step);
+        stage_all(comm, item, exchange, steps, step);
         DCP_TRY(shm_round(comm, NULL, NULL));
-        fetch_all(comm, item, recv, steps, step);
+        fetch_all(comm, item, exchange, steps, step);
     }
     return DCP_OK;
 }

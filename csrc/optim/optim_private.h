@@ -8,7 +8,8 @@
 #include "dcp/optim.h"
 
 typedef struct optim_context {
-    dcp_optimizer_options_t options; /* tensors: the optimizer's own copy */
+    /* tensors: the optimizer's own copy, in which rules may change between steps */
+    dcp_optimizer_options_t options;
     const int64_t *members; /* numbers of the tensors of this kind, ascending */
     int64_t member_count;
 } optim_context_t;
@@ -20,6 +21,9 @@ typedef struct optim_state_info {
 
 typedef struct optim_ops {
     dcp_status_t (*check)(const dcp_optimizer_tensor_t *tensor, int64_t number);
+    /* Can the state made under one rule go on under the other? NULL: always. */
+    int32_t (*same_state)(const dcp_optimizer_rule_t *from,
+                          const dcp_optimizer_rule_t *to);
     /* Context and what it points to outlive the object. Collective. */
     dcp_status_t (*create)(const optim_context_t *context, void **object_p);
     void (*destroy)(void *object);
@@ -36,8 +40,17 @@ typedef struct optim_ops {
                      int64_t member_count, int32_t no_windows);
 } optim_ops_t;
 
+int64_t optim_elements(const dcp_optimizer_tensor_t *tensor);
+/* Is `tensor` one of the members, which ascend? */
+int32_t optim_is_member(const int64_t *members, int64_t member_count, int64_t tensor);
+/* ERR_ARG names the tensor's number, field, value and rule. */
+dcp_status_t optim_check_in(const char *field, double value, double least, double most,
+                            const char *rule, int64_t number);
+/* beta1, beta2, eps of the Adam family. */
+dcp_status_t optim_check_adam(const dcp_optimizer_tensor_t *tensor, int64_t number);
+
 extern const optim_ops_t optim_adamw_ops;     /* adamw.c */
-extern const optim_ops_t optim_adamw8bit_ops; /* adamw8bit.c */
+extern const optim_ops_t optim_adamw8bit_ops; /* adamw.c */
 extern const optim_ops_t optim_muon_ops;      /* muon.c */
 extern const optim_ops_t optim_shampoo_ops;   /* shampoo.c */
 

@@ -312,6 +312,12 @@ dcp_dbuffer_layout_destroy(dcp_dbuffer_layout_t *layout)
     dcp_free(layout);
 }
 
+int32_t
+dcp_dbuffer_layout_rank_count(const dcp_dbuffer_layout_t *layout)
+{
+    return layout->rank_count;
+}
+
 int64_t
 dcp_dbuffer_layout_elements(const dcp_dbuffer_layout_t *layout)
 {

@@ -85,6 +85,10 @@ void dcp_layout_search_values(layout_search_t *search);
  */
 void dcp_layout_sort_items(const layout_search_t *search, int32_t by_block,
                            layout_key_t *keys, int64_t *order);
+/* Lowers best by packing tensors that are one block each like parcels (layout_pack.c);
+ * `order` is scratch, best_order the order of the best. Needs by_size. */
+dcp_status_t dcp_layout_search_pack(layout_search_t *search, int64_t *order,
+                                    int64_t *best_order);
 /* Heuristic search over orders: sets best and best_order. `keys` and `order` are
  * scratch of `count` each. */
 dcp_status_t dcp_layout_search_orders(layout_search_t *search, int64_t shard_limit,

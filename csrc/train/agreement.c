@@ -60,6 +60,16 @@ hash_model(const dcp_transformer1d_config_t *config)
     return hash_bytes(hash, reals, sizeof reals);
 }
 
+int64_t
+train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
+{
+    const double reals[] = {args->lr, args->clip};
+    uint64_t rules =
+        sharded->optimizer != NULL ? dcp_optimizer_rules_hash(sharded->optimizer) : 0;
+    uint64_t hash = hash_bytes(hash_start, reals, sizeof reals);
+    return (int64_t)hash_bytes(hash, &rules, sizeof rules);
+}
+
 static dcp_status_t
 compare(const int64_t *settings, int32_t world)
 {

@@ -1,14 +1,14 @@
-/* Owns what one rank needs to train: the layout of the parameters over ranks, four
- * DBuffers (weights, gradients, AdamW's two moments) and the model bound to views of
- * them.
+/* Owns what one rank needs to train: the layout of the parameters over ranks, two
+ * DBuffers (weights, gradients), the model bound to views of them, and an optimizer
+ * with the state of this rank's shard (train_optimizer.c).
  *
- * Weights and moments are SHARED buffers: one copy on a machine, each rank writes its
- * shard. Gradients are PRIVATE: every rank holds a full one (reduce = step), so memory
- * on a machine is 4 bytes a parameter for weights, 8 for moments, and 4 a rank for
- * gradients. Two settings, free of each other, change that:
+ * Weights are a SHARED buffer: one copy on a machine, each rank writes its shard.
+ * Gradients are PRIVATE: every rank holds a full one (reduce = step), so memory on a
+ * machine is 4 bytes a parameter for weights, the optimizer's for its state, and 4 a
+ * rank for gradients. Two settings, free of each other, change that:
  *
- *   windows = false: weights and moments are shards of each rank's own (SHARD), whole
- *     groups are gathered (gather.c), whole gradients are LOCAL.
+ *   windows = false: weights are shards of each rank's own (SHARD), whole groups are
+ *     gathered (gather.c), whole gradients are LOCAL.
  *   reduce = layer: gradients are a SHARD beside one or two whole groups
  *     (reduce_layer.c).
  */
@@ -34,25 +34,29 @@ describe_tensors(dcp_sharded_t *sharded)
     return DCP_OK;
 }
 
-static dcp_status_t
-plan_buffers(dcp_sharded_t *sharded, int64_t block_rows)
+dcp_status_t
+train_plan_layout(const dcp_model_tensor_t *tensors, int64_t tensor_count,
+                  int32_t rank_count, int64_t block_rows,
+                  dcp_dbuffer_layout_t **layout_p)
 {
     void *memory;
-    DCP_TRY(dcp_alloc_array(sharded->tensor_count,
-                            (int64_t)sizeof(dcp_dbuffer_tensor_t), "tensor shapes",
-                            &memory));
+    DCP_TRY(dcp_alloc_array(tensor_count, (int64_t)sizeof(dcp_dbuffer_tensor_t),
+                            "tensor shapes", &memory));
     dcp_dbuffer_tensor_t *shapes = memory;
-    for (int64_t i = 0; i < sharded->tensor_count; i++) {
-        const dcp_model_tensor_t *tensor = &sharded->tensors[i];
+    for (int64_t i = 0; i < tensor_count; i++) {
+        const dcp_model_tensor_t *tensor = &tensors[i];
+        /* what may get 8-bit state is cut at its blocks, in every world */
+        int64_t width = tensor->dim_count == 2 ? tensor->shape[1] : 1;
+        int32_t blocks = width == 1 && tensor->shape[0] >= DCP_OPTIMIZER_8BIT_LEAST;
         shapes[i] = (dcp_dbuffer_tensor_t){
             .row_count = tensor->shape[0],
-            .row_width = tensor->dim_count == 2 ? tensor->shape[1] : 1,
+            .row_width = width,
             .group = tensor->group,
+            .block_count = blocks ? DCP_OPTIMIZER_8BIT_BLOCK : 0,
         };
     }
     dcp_status_t status = dcp_dbuffer_layout_create(
-        shapes, sharded->tensor_count, dcp_comm_size(sharded->comm), block_rows,
-        DCP_ORDER_MODEL, &sharded->layout);
+        shapes, tensor_count, rank_count, block_rows, DCP_ORDER_MODEL, layout_p);
     dcp_free(shapes);
     return status;
 }
@@ -67,8 +71,6 @@ create_buffers(dcp_sharded_t *sharded)
     const dcp_dbuffer_kind_t kinds[SHARDED_BUFFERS] = {
         [DCP_SHARDED_WEIGHTS] = whole,
         [DCP_SHARDED_GRADIENTS] = sharded->reduce_layer ? DCP_DBUFFER_SHARD : copies,
-        [DCP_SHARDED_ADAMW_M] = whole,
-        [DCP_SHARDED_ADAMW_V] = whole,
     };
     int32_t count = sharded->forward_only ? 1 : SHARDED_BUFFERS;
     for (int32_t i = 0; i < count; i++) {
@@ -171,7 +173,8 @@ fill(dcp_sharded_t *sharded, const dcp_sharded_options_t *options)
         sharded->trained[i] = !sharded->frozen[i];
     }
     DCP_TRY(train_agree_on_options(sharded, options));
-    DCP_TRY(plan_buffers(sharded, options->block_rows));
+    DCP_TRY(train_plan_layout(sharded->tensors, sharded->tensor_count, size,
+                              options->block_rows, &sharded->layout));
     DCP_TRY(create_buffers(sharded));
     DCP_TRY(dcp_model_create(&sharded->config, sharded->device, sharded->pool,
                              &sharded->model));
@@ -221,6 +224,7 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
     if (sharded == NULL) {
         return;
     }
+    dcp_optimizer_destroy(sharded->optimizer);
     dcp_model_destroy(sharded->model);
     train_reduce_destroy(sharded);
     train_gather_destroy(sharded);

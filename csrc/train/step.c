@@ -8,8 +8,8 @@
  * every rank's 4, so part 2 of the next step may overwrite them. Where nothing is read
  * one-sidedly, or gradients are summed layer by layer, ranks do wait for each other
  * inside part 2, and rounds.c has made sure that all come. Cost beside computing, P
- * parameters, W ranks: zeroing 4P bytes, reading 4P and writing 4P/W bytes in 4, about
- * 28P/W bytes in 6; three small collectives.
+ * parameters, W ranks: zeroing 4P bytes, reading 4P and writing 4P/W bytes in 4, what
+ * the optimizer says in 6 (AdamW: 28P/W bytes); three small collectives.
  */
 #include "train_private.h"
 
@@ -27,6 +27,7 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
         .step = args->step,
         .plan_hash = (int64_t)args->plan_hash,
         .batch_count = args->batch_count,
+        .settings_hash = train_settings_hash(sharded, args),
     };
     DCP_TRY(train_gather_records(sharded, &own));
     const step_record_t *first = &sharded->records[0];
@@ -39,6 +40,14 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
                             ", rank %d has step %" PRId64 " and plan %016" PRIx64,
                             args->step, first->step, (uint64_t)first->plan_hash,
                             (int)rank, other->step, (uint64_t)other->plan_hash);
+        }
+        if (other->settings_hash != first->settings_hash) {
+            return DCP_FAIL(DCP_ERR_MISMATCH,
+                            "ranks disagree before step %" PRId64
+                            " on lr, clip or the rules of the optimizer: rank 0 has "
+                            "those of hash %016" PRIx64 ", rank %d of %016" PRIx64,
+                            args->step, (uint64_t)first->settings_hash, (int)rank,
+                            (uint64_t)other->settings_hash);
         }
     }
     if (sharded->no_windows || sharded->reduce_layer) {
@@ -104,50 +113,22 @@ dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args,
 static dcp_status_t
 update(dcp_sharded_t *sharded, const dcp_step_args_t *args, double norm)
 {
-    double t = (double)(args->update_count + 1);
-    double scale = args->clip > 0 && norm > args->clip ? args->clip / norm : 1.0;
-    const dcp_dbuffer_run_t *runs;
-    int64_t run_count;
-    dcp_dbuffer_layout_runs(sharded->layout, dcp_comm_rank(sharded->comm), &runs,
-                            &run_count);
-    dcp_adamw_args_t op = {
-        .lr = (float)args->lr,
-        .beta1 = (float)args->beta1,
-        .beta2 = (float)args->beta2,
-        .eps = (float)args->eps,
-        .bias1 = (float)(1.0 - pow(args->beta1, t)),
-        .bias2 = (float)(1.0 - pow(args->beta2, t)),
-        .grad_scale = (float)scale,
+    dcp_optimizer_step_args_t step_args = {
+        .update_count = args->update_count,
+        .lr = args->lr,
+        .grad_scale = args->clip > 0 && norm > args->clip ? args->clip / norm : 1.0,
     };
-    dcp_queue_t *queue;
-    DCP_TRY(sharded->device->queue_create(sharded->pool, &queue));
-    dcp_status_t status = DCP_OK;
-    for (int64_t i = 0; i < run_count && status == DCP_OK; i++) {
-        const dcp_dbuffer_run_t *run = &runs[i];
-        if (sharded->frozen[run->tensor]) {
-            continue;
-        }
-        op.count = run->count;
-        op.w = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_WEIGHTS], run);
-        op.g = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_GRADIENTS], run);
-        op.m = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_ADAMW_M], run);
-        op.v = dcp_dbuffer_run_data(sharded->buffers[DCP_SHARDED_ADAMW_V], run);
-        op.decay = sharded->tensors[run->tensor].dim_count == 2
-                       ? (float)args->weight_decay
-                       : 0.0f;
-        status = sharded->device->adamw(queue, &op);
-    }
-    if (status == DCP_OK) {
-        status = sharded->device->fence(queue);
-    }
-    sharded->device->queue_destroy(queue);
-    return status;
+    return dcp_optimizer_step(sharded->optimizer, &step_args);
 }
 
 static dcp_status_t
 step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
      dcp_step_result_t *result)
 {
+    if (sharded->optimizer == NULL) {
+        return DCP_FAIL(DCP_ERR_STATE, "step %" PRId64 ": no optimizer is set",
+                        args->step);
+    }
     DCP_TRY(gradients(sharded, args, busy_ns, &result->loss));
     DCP_TRY(dcp_dbuffer_norm(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool,
                              sharded->trained, &result->grad_norm));

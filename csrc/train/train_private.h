@@ -4,7 +4,7 @@
 
 #include "dcp/train.h"
 
-enum { SHARDED_BUFFERS = 4 }; /* one a dcp_sharded_kind_t */
+enum { SHARDED_BUFFERS = 2 }; /* one a dcp_sharded_kind_t */
 
 /* What a rank tells the others around a step; all words are int64 so that one gather
  * carries it. */
@@ -12,6 +12,7 @@ typedef struct step_record {
     int64_t step;
     int64_t plan_hash;
     int64_t batch_count;
+    int64_t settings_hash; /* of the optimizer's rules, lr and clip */
     int64_t busy_ns;
     double loss;
 } step_record_t;
@@ -30,6 +31,7 @@ struct dcp_sharded {
     dcp_dbuffer_layout_t *layout;            /* owned */
     dcp_dbuffer_t *buffers[SHARDED_BUFFERS]; /* owned, by kind */
     dcp_model_t *model;                      /* owned */
+    dcp_optimizer_t *optimizer;              /* owned; NULL until it is set */
     step_record_t *records;                  /* owned, [ranks] */
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
     int32_t forward_only, no_windows, reduce_layer; /* options */
@@ -61,6 +63,14 @@ struct dcp_sharded {
 /* Do all ranks make the same model in the same way? Collective. */
 dcp_status_t train_agree_on_options(const dcp_sharded_t *sharded,
                                     const dcp_sharded_options_t *options);
+
+/* Where a model's tensors lie. */
+dcp_status_t train_plan_layout(const dcp_model_tensor_t *tensors, int64_t tensor_count,
+                               int32_t rank_count, int64_t block_rows,
+                               dcp_dbuffer_layout_t **layout_p);
+
+/* Of what a step's update depends on and ranks must share. */
+int64_t train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args);
 
 /* Every rank's record to all, into sharded->records. */
 dcp_status_t train_gather_records(dcp_sharded_t *sharded, const step_record_t *own);

@@ -33,6 +33,7 @@ _COMMANDS = {
     "info": "dcp.cli.info",
     "train": "dcp.cli.train",
     "plan": "dcp.cli.plan",
+    "layout": "dcp.cli.layout",
     "simulate": "dcp.cli.simulate",
     "sample": "dcp.cli.sample",
     "checkpoint": "dcp.cli.checkpoint",

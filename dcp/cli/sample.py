@@ -51,7 +51,10 @@ def _model(folder: str) -> Any:
     from dcp import checkpoint
 
     with reading_input():
-        model = dcp.Model(dcp.Transformer1D(**checkpoint.show(where)["config"]))
+        config = checkpoint.show(where)["config"]
+        if not config:
+            raise InputError(f"{where} holds no settings of a model, only tensors")
+        model = dcp.Model(dcp.Transformer1D(**config))
         parameters = model.parameters()
         for _, name, weights in checkpoint.gather(where, kinds=["weights"]):
             parameters[name][...] = weights

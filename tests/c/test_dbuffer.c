@@ -521,7 +521,7 @@ use_known_gradients(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
 static void
 test_known_norm(void)
 {
-    static const model_t two = {{{6, 4, 0, 0}, {1, 1, 0, 0}}, 2}; /* three rows each */
+    static const model_t two = {{{32, 4, 0, 0}, {1, 1, 0, 0}}, 2}; /* both hold rows */
     rank_task_t tasks[RANK_SLOTS];
     run_world(&two, 2, use_known_gradients, tasks);
     for (int rank = 0; rank < 2; rank++) {

@@ -62,6 +62,23 @@ fill_batch(int32_t rank, int64_t round, int32_t *tokens, int64_t *offsets,
 }
 
 static dcp_status_t
+set_adamw(dcp_sharded_t *sharded)
+{
+    dcp_optimizer_rule_t rules[64];
+    for (int64_t i = 0; i < dcp_sharded_tensor_count(sharded); i++) {
+        rules[i] = (dcp_optimizer_rule_t){
+            .kind = DCP_OPTIMIZER_ADAMW,
+            .lr_scale = 1,
+            .weight_decay = dcp_sharded_tensor(sharded, i)->dim_count == 2 ? 0.1 : 0,
+            .beta1 = 0.9,
+            .beta2 = 0.95,
+            .eps = 1e-8,
+        };
+    }
+    return dcp_sharded_set_optimizer(sharded, rules);
+}
+
+static dcp_status_t
 run_steps(dcp_sharded_t *sharded, task_t *task)
 {
     int32_t tokens[ROUNDS][TOKENS + 1];
@@ -75,10 +92,6 @@ run_steps(dcp_sharded_t *sharded, task_t *task)
         .batch_count = task->batch_count,
         .trainable_count = 50,
         .lr = 0.05,
-        .beta1 = 0.9,
-        .beta2 = 0.95,
-        .eps = 1e-8,
-        .weight_decay = 0.1,
         .clip = 0.5,
     };
     for (int64_t i = 0; i < STEPS; i++) {
@@ -135,6 +148,9 @@ run_rank(task_t *task)
         status = dcp_sharded_create(
             comm, &config, task->rank % 2 ? dcp_device_late() : dcp_device_cpu(), pool,
             &options, &sharded);
+    }
+    if (status == DCP_OK) {
+        status = set_adamw(sharded);
     }
     if (status == DCP_OK) {
         status = run_steps(sharded, task);

@@ -46,6 +46,8 @@ HEADER_LAYER = {
     "comm": "comm",
     "shard": "shard",
     "dbuffer": "dbuffer",
+    "placement": "shard",
+    "redistribute": "dbuffer",
     "checkpoint": "shard",
     "plan": "plan",
     "cost": "plan",
@@ -58,8 +60,9 @@ HEADER_LAYER = {
     "control": "control",
 }
 
-# Files of shard/ that may use comm and kernels: the distributed buffer and what serves it alone.
-DBUFFER = ("dbuffer", "exact_sum")
+# Files of shard/ that may use comm and kernels: the distributed buffer, what serves it alone, and
+# moves between placements.
+DBUFFER = ("dbuffer", "exact_sum", "redistribute")
 
 # Folder -> what it may include, itself and base aside.
 MAY_INCLUDE: dict[str, set[str]] = {

@@ -364,7 +364,8 @@ def freeze_later(world, case, folder):
     with dcp.fully_shard(
         case.config, world, seed=2, frozen=["*.mlp.*", "model.norm.weight"]
     ) as model:
-        model.keep_state(["model.norm.weight"])
+        shape = model.shapes["model.norm.weight"]
+        model.keep_state({k: {"model.norm.weight": shape} for k in ("adamw.m", "adamw.v")})
         checkpoint.load(
             checkpoint.latest(folder), shards=model.shards(), shapes=model.shapes, **common
         )

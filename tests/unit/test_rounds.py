@@ -311,6 +311,7 @@ def save_and_load(world, case, folder):
         for other in MODES:
             if other[1] == mode[1]:  # the order of sums belongs to the run
                 with shard(case, world, other) as model:
+                    model.set_optimizer(dcp.optim.AdamW())
                     checkpoint.load(
                         checkpoint.latest(place),
                         shards=model.shards(),

@@ -58,8 +58,14 @@ class FakeModel:
     def shards(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def keep_state(self, names: Any) -> None:
-        self.kept |= set(names)
+    def set_optimizer(self, optimizer: Any, *, keep: bool) -> None:
+        assert keep
+
+    def state_names(self) -> dict[str, list[str]]:
+        return {"adamw.m": ["w"]}
+
+    def keep_state(self, states: Any, *, dtypes: Any) -> None:
+        self.kept |= set(states["adamw.m"])
 
     def weights_changed(self) -> None:
         self.published += 1
@@ -131,11 +137,15 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(checkpoint, "load", load)
     monkeypatch.setattr(checkpoint, "latest", lambda path: max(saved))
     tensors = [
-        {"name": "w", "kinds": ["weights", "adamw.m"]},
-        {"name": "f", "kinds": ["weights", "adamw.m"]},
-        {"name": "g", "kinds": ["weights"]},
+        {"name": "w", "shape": [1], "kinds": ["weights", "adamw.m"]},
+        {"name": "f", "shape": [2], "kinds": ["weights", "adamw.m"]},
+        {"name": "g", "shape": [3], "kinds": ["weights"]},
     ]
-    monkeypatch.setattr(checkpoint, "show", lambda path: {"tensors": tensors})
+    monkeypatch.setattr(
+        checkpoint,
+        "show",
+        lambda path: {"tensors": tensors, "kinds": {"adamw.m": {"dtype": "F32"}}, "state": {}},
+    )
     return SimpleNamespace(path=tmp_path / "run", saved=saved)
 
 

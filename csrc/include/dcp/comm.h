@@ -77,6 +77,19 @@ dcp_status_t dcp_comm_allreduce(dcp_comm_t *comm, const void *send, void *recv,
 dcp_status_t dcp_comm_alltoallv(dcp_comm_t *comm, const void *send,
                                 const int64_t *send_counts, void *recv,
                                 const int64_t *recv_counts, dcp_dtype_t dtype);
+/* The same for parts that lie anywhere, in any number of pieces: ranges of what goes to
+ * a rank are asked for (once or twice), and of what comes from a rank handed over
+ * (once). No rank sends to itself: send_counts[rank] = recv_counts[rank] = 0. Reads and
+ * writes take turns: what is written must not be what is still to be read. */
+typedef struct dcp_comm_parts {
+    void (*read)(void *context, int32_t to, int64_t first, int64_t count, void *bytes);
+    void (*write)(void *context, int32_t from, int64_t first, int64_t count,
+                  const void *bytes);
+    void *context;
+} dcp_comm_parts_t;
+dcp_status_t dcp_comm_alltoall_parts(dcp_comm_t *comm, const dcp_comm_parts_t *parts,
+                                     const int64_t *send_counts,
+                                     const int64_t *recv_counts, dcp_dtype_t dtype);
 dcp_status_t dcp_comm_broadcast(dcp_comm_t *comm, void *data, int64_t count,
                                 dcp_dtype_t dtype, int32_t root);
 

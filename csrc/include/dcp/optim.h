@@ -17,6 +17,7 @@
 #include "dcp/dbuffer.h"
 #include "dcp/device.h"
 #include "dcp/dtype.h"
+#include "dcp/ops.h"
 #include "dcp/status.h"
 #include "dcp/threads.h"
 
@@ -51,9 +52,17 @@ typedef struct dcp_optimizer_rule {
 
 enum { DCP_OPTIMIZER_DIMS = 8 };
 
+/* ADAMW8BIT: tensors of fewer elements, over all ranks, are updated by ADAMW; blocks of
+ * one scale lie within a row (1-D: at multiples of as many elements, so that a layout
+ * needs block_count of these). */
+enum {
+    DCP_OPTIMIZER_8BIT_LEAST = 4096,
+    DCP_OPTIMIZER_8BIT_BLOCK = DCP_ADAMW8BIT_BLOCK
+};
+
 typedef struct dcp_optimizer_tensor {
-    int32_t
-        dim_count; /* 0..DCP_OPTIMIZER_DIMS; matrices are [all but the last, last] */
+    /* 0..DCP_OPTIMIZER_DIMS; matrices are [all but the last, last] */
+    int32_t dim_count;
     int64_t shape[DCP_OPTIMIZER_DIMS];
     dcp_optimizer_rule_t rule;
 } dcp_optimizer_tensor_t;
@@ -70,7 +79,8 @@ typedef struct dcp_optimizer_options {
     int32_t no_windows;       /* 1: nothing is read one-sidedly */
 } dcp_optimizer_options_t;
 
-/* Collective. Checks every rule; names tensor number, field and value. */
+/* Collective. Checks every rule; names tensor number, field and value. Ranks whose
+ * rules differ all get ERR_MISMATCH. A rank that fails alone aborts comm. */
 dcp_status_t dcp_optimizer_create(const dcp_optimizer_options_t *options,
                                   dcp_optimizer_t **optimizer_p);
 void dcp_optimizer_destroy(dcp_optimizer_t *optimizer);
@@ -86,9 +96,12 @@ typedef struct dcp_optimizer_step_args {
 } dcp_optimizer_step_args_t;
 
 /* Collective, on all ranks, whatever they hold. Writes this rank's shard of the
- * weights; the caller publishes it (a barrier). */
+ * weights; the caller publishes it (a barrier), and aborts comm where it fails. */
 dcp_status_t dcp_optimizer_step(dcp_optimizer_t *optimizer,
                                 const dcp_optimizer_step_args_t *args);
+
+/* The same on ranks whose rules are the same: to compare them before a step. */
+uint64_t dcp_optimizer_rules_hash(const dcp_optimizer_t *optimizer);
 
 /* A state ("adamw.m", "muon.momentum", "shampoo.left", ...) of the tensors that have
  * it. Its shape for a tensor may differ from the tensor's; runs are elements of that

@@ -7,8 +7,8 @@
  * all 2 compute   this rank's micro-batches, alone or in a group of ranks that share
  * one 3 exchange  losses and times; nobody computes any more 4 reduce    each rank sums
  * its shard over all ranks, in rank order 5 norm      the true global norm, the same
- * bits in every world 6 update    AdamW on the shard, written to the weights that all
- * ranks read 7 publish   a barrier
+ * bits in every world 6 update    the optimizer on the shard, written to the weights
+ * that all ranks read 7 publish   a barrier
  */
 #ifndef DCP_TRAIN_H
 #define DCP_TRAIN_H
@@ -16,6 +16,7 @@
 #include "dcp/comm.h"
 #include "dcp/dbuffer.h"
 #include "dcp/model.h"
+#include "dcp/optim.h"
 #include "dcp/status.h"
 
 #include <stdint.h>
@@ -53,8 +54,6 @@ typedef struct dcp_sharded_options {
 typedef enum dcp_sharded_kind {
     DCP_SHARDED_WEIGHTS = 0,
     DCP_SHARDED_GRADIENTS = 1,
-    DCP_SHARDED_ADAMW_M = 2,
-    DCP_SHARDED_ADAMW_V = 3,
 } dcp_sharded_kind_t;
 
 /* A micro-batch of ranks first_rank .. first_rank + rank_count - 1: all its sequences,
@@ -77,14 +76,14 @@ typedef struct dcp_step_args {
                                        micro-batch of the step has: distinct, sorted,
                                        the same on all ranks; borrowed */
     int64_t group_count;
-    int64_t step;            /* from 0; Adam's t is update_count + 1 */
+    int64_t step;            /* from 0 */
     int64_t update_count;    /* updates done so far (skipped steps do not count) */
     int64_t trainable_count; /* tokens of all ranks that are trained on; 0: no update */
     uint64_t plan_hash;      /* must agree */
     double clip;             /* greatest norm; <= 0: no clipping */
-    double lr, beta1, beta2, eps, weight_decay; /* decay on tensors of 2 dimensions */
-    int32_t skip_nonfinite; /* 1: a step whose loss or norm is not finite changes
-                               nothing; 0: ERR_NUMERIC */
+    double lr;               /* of this step */
+    int32_t skip_nonfinite;  /* 1: a step whose loss or norm is not finite changes
+                                nothing; 0: ERR_NUMERIC */
 } dcp_step_args_t;
 
 typedef struct dcp_step_result {
@@ -104,8 +103,27 @@ dcp_status_t dcp_sharded_create(dcp_comm_t *comm,
                                 dcp_sharded_t **sharded_p);
 void dcp_sharded_destroy(dcp_sharded_t *sharded);
 
-/* Collective: steps 1 to 7. busy_ns [ranks] gets each rank's time in step 2. A failure
- * on one rank aborts the communicator, so that all fail. */
+/* Collective. Makes the optimizer and its state, for one rule a tensor [tensor count]
+ * (frozen tensors get none, whatever theirs says); an earlier one and its state are
+ * dropped, once the new one is there. Wherever it fails, that is the optimizer still.
+ */
+dcp_status_t dcp_sharded_set_optimizer(dcp_sharded_t *sharded,
+                                       const dcp_optimizer_rule_t *rules);
+/* New numbers for the optimizer that is there (dcp_optimizer_set_rules); ERR_STATE
+ * where there is none. */
+dcp_status_t dcp_sharded_set_rules(dcp_sharded_t *sharded,
+                                   const dcp_optimizer_rule_t *rules);
+/* NULL before dcp_sharded_set_optimizer. */
+const dcp_optimizer_t *dcp_sharded_optimizer(const dcp_sharded_t *sharded);
+/* dcp_optimizer_bytes for a model that is not there. */
+dcp_status_t dcp_sharded_optimizer_bytes(const dcp_transformer1d_config_t *config,
+                                         const dcp_optimizer_rule_t *rules,
+                                         int32_t rank_count, int64_t block_rows,
+                                         int32_t no_windows, int64_t *bytes_p);
+
+/* Collective: steps 1 to 7; ERR_STATE without an optimizer. busy_ns [ranks] gets each
+ * rank's time in step 2. A failure on one rank aborts the communicator, so that all
+ * fail. */
 dcp_status_t dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                               int64_t *busy_ns, dcp_step_result_t *result_p);
 
