@@ -182,14 +182,7 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
             "the total, counted from step 0"
         )
     here = dataclasses.asdict(settings.transformer())
-    del here["compute_dtype"]  # a choice of the run
-    there = shown["config"]
-    for key, value in here.items():
-        if key in there and there[key] != value:
-            raise InputError(
-                f"{newest} is a checkpoint of another model: {key} is {there[key]} there and "
-                f"{value} here"
-            )
+    checkpoint.compare_configs(newest, shown["config"], here)
 
 
 def _check_replay(path: Path, settings: Any) -> None:
