@@ -34,6 +34,7 @@ __all__ = [
     "plan_layout",
 ]
 
+_COUNTED = 2**62  # elements, ranks: the core counts in 64 bits, with room for a sum
 ORDERS = ("model", "shape", "size", "search")
 _OF_GROUPS = ("Buffer", "TensorGroup", "group_tensors", "plan_groups")
 
@@ -302,9 +303,14 @@ def layout_of(
     if order not in ORDERS:
         raise _dcp.ArgumentError(f"order {order!r} must be one of {', '.join(ORDERS)}")
     sizes = [math.prod(shape) for shape in shapes.values()]
-    largest = max([*sizes, ranks, *blocks.values()])
-    if largest >= 2**62:
-        raise _dcp.ArgumentError(f"{largest} elements or ranks cannot be counted in 64 bits")
+    if max([*sizes, *blocks.values()], default=0) >= _COUNTED:
+        name = next(n for n, s in zip(shapes, sizes, strict=True) if max(s, blocks[n]) >= _COUNTED)
+        raise _dcp.ArgumentError(
+            f"tensor {name!r} of shape {shapes[name]} has more elements than can be counted in "
+            "64 bits"
+        )
+    if ranks >= _COUNTED:
+        raise _dcp.ArgumentError(f"ranks {ranks} cannot be counted in 64 bits")
     starts, shard = _dcp.layout_plan(sizes, list(blocks.values()), ranks, unit, ORDERS.index(order))
     offsets = dict(zip(shapes, starts.tolist(), strict=True))
     return Layout(

@@ -168,7 +168,7 @@ class _Plan:
 
     def has(self, row: dict[str, Any], group: str) -> bool:
         """Whether a row of the document is of this plan, and of this group."""
-        place = row["ranks"], row["rows"], row["group"].partition(":")[0]
+        place = row["ranks"], row["rows"], row["groups"][0]
         return place == (self.ranks, self.block_rows, group)
 
     def rows(self, *, with_tensors: bool) -> list[dict[str, Any]]:
@@ -278,7 +278,7 @@ def _show(
         table.add_column(head, justify="right")
     table.add_column("buffers", justify="right")
     table.add_column("planned in", justify="right")
-    for group in dict.fromkeys(row["group"].partition(":")[0] for row in document["layouts"]):
+    for group in dict.fromkeys(row["groups"][0] for row in document["layouts"]):
         for plan in plans:
             rows = [row for row in document["layouts"] if plan.has(row, group)]
             if rows:

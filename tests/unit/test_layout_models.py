@@ -190,6 +190,19 @@ def test_index_of_several_files(tmp_path: Path) -> None:
         read_tensors(tmp_path.parent)
 
 
+def test_order_of_a_pass(tmp_path: Path) -> None:
+    """Files hold their tensors sorted as text, head first."""
+    names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    names += [f"model.layers.{i}.w" for i in (0, 1, 10, 11, 2)]
+    save_file({name: np.zeros((2, 3), np.float32) for name in names}, tmp_path / "a.safetensors")
+    groups = group_tensors(read_tensors(tmp_path / "a.safetensors"))
+    assert [g.name for g in groups] == [
+        "model.embed_tokens",
+        *(f"model.layers.{i}" for i in (0, 1, 2, 10, 11)),
+        "lm_head+model.norm",
+    ]
+
+
 def header_of(**changes: Any) -> bytes:
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes
     text = json.dumps({"w": entry}).encode()
