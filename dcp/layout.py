@@ -11,6 +11,7 @@ each or so many bytes, and a group in several buffers where its rows do not go t
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,9 +155,14 @@ class Layout:
         if not 0 <= rank < self.ranks:
             raise _dcp.ArgumentError(f"rank {rank} must lie in 0..{self.ranks - 1}")
         low, high = rank * self.shard_elements, (rank + 1) * self.shard_elements
-        pieces = []
-        for name in self._by_start:
+        names, pieces = self._by_start, []
+        at = bisect.bisect_right(names, low, key=lambda name: self.offsets[name]) - 1
+        while at > 0 and math.prod(self.shapes[names[at]]) == 0:
+            at -= 1  # behind an empty tensor one may reach into this shard
+        for name in names[max(at, 0) :]:
             start = self.offsets[name]
+            if start >= high:
+                break
             first = max(low, start)
             last = min(high, start + math.prod(self.shapes[name]))
             if first < last:
