@@ -345,6 +345,36 @@ def test_memory_is_what_real_ranks_hold() -> None:
     assert max(left) - min(left) < 0.02 * (totals[0] - totals[1])
 
 
+def test_figures_by_hand() -> None:
+    """Four groups of 32 elements on two ranks: nothing is padded, everything can be counted."""
+    names = ("embed.weight", "model.layers.0.w", "model.layers.1.w", "lm_head.weight")
+    groups = group_tensors([(name, (8, 4)) for name in names])
+    entries = footprints(groups, plan_groups(groups, ranks=2), ranks=2)
+    #            weights  compute       gradients       optimizer  communication
+    wanted = {
+        "dcp": (4 * 64, 2 * 32, 4 * 64 + 4 * 32, 8 * 64, 0),
+        "fsdp2": (4 * 64, 2 * (64 + 32), 4 * 64 + 2 * 32, 8 * 64, (2 + 4) * 32),
+        "megatron": (6 * 64, 2 * (64 + 32), 4 * 64 + 4 * 32, 8 * 64, (2 + 4) * 32),
+        "zero3": (6 * 64, 2 * 128, 2 * 64, 8 * 64, 2 * 128),
+    }
+    layers_twice = (2 * 64 + 64) // 2 * 2
+    traffic = {
+        "dcp": (layers_twice, 4 * 64),
+        "fsdp2": (layers_twice, 4 * 64),
+        "megatron": (layers_twice, 4 * 64),
+        "zero3": (2 * 64, 2 * 64),
+    }
+    for entry in entries:
+        assert tuple(entry.memory[c] for c in COMPONENTS) == (*wanted[entry.system], 0)
+        assert (entry.gathered, entry.reduced) == traffic[entry.system]
+    # 12 ranks: FSDP2 has a row on each, Megatron rows of 4, ZeRO-3 elements, dcp units of 16
+    entries = footprints(groups, plan_groups(groups, ranks=12), ranks=12)
+    stay = {"dcp": (16, 16), "fsdp2": (4, 16), "megatron": (4, 18), "zero3": (3, 16)}
+    for entry in entries:
+        shard, item_bytes = stay[entry.system]
+        assert entry.memory["padding"] == pytest.approx(item_bytes * 4 * (shard - 32 / 12))
+
+
 @pytest.mark.parametrize("optimizer", optimizer_names())
 def test_footprints_add_up(optimizer: str) -> None:
     for name in ("gpt2-large", "gpt-oss-20b", "llama-3-8b"):
