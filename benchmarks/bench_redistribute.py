@@ -22,7 +22,7 @@ import pytest
 import dcp
 from dcp import RaggedShard, Replicate, Shard
 
-RANKS, ROUNDS = 2, 15
+RANKS, ROUNDS = 2, 25
 REACH = 0.8  # of the machine's copy bandwidth, in windows
 CASES: dict[str, tuple[Any, Any]] = {
     "ragged to ragged": (RaggedShard((3, 1)), RaggedShard((1, 3))),
