@@ -253,6 +253,8 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
             checkpoint=settings.checkpoint.folder,
             save_every=settings.checkpoint.save_every,
             keep=settings.checkpoint.keep,
+            asynchronous=settings.checkpoint.asynchronous,
+            copy_bytes=copy_bytes(settings),
             resume=job.resume,
             eval_every=settings.train.eval_every,
             eval_tokens=settings.train.eval_tokens,
@@ -314,7 +316,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
                 cost("step"),
                 cost("layer"),
                 world_size=settings.ranks,
-                memory_bytes=settings.memory,
+                memory_bytes=step_memory(settings),
                 tokens_per_step=settings.tokens_per_step,
                 windows=plan.windows,
                 step_s=once_s,
@@ -349,12 +351,27 @@ def make_loader(job: Job, world: Any) -> Any:
         tokens_per_step=settings.tokens_per_step,
         strategy=settings.strategy,
         seed=settings.seed,
-        memory_bytes=settings.memory,
+        memory_bytes=step_memory(settings),
         weighting=settings.train.weighting,
         eval_share=settings.train.eval_share,
         rounds=not plan.windows or job.reduce == "layer",
         **plan_options(plan),
     )
+
+
+def copy_bytes(settings: Any) -> int:
+    """Most bytes that a rank copies for a save beside training; 0 where there is none."""
+    if settings.checkpoint.folder is None or not settings.checkpoint.asynchronous:
+        return 0
+    share = 12 * settings.transformer().parameter_count() // settings.ranks  # and two moments
+    return int(min(settings.checkpoint.copy_bytes, share + share // 8))
+
+
+def step_memory(settings: Any) -> int | None:
+    """What steps may hold of `memory`: that copy stays beside them."""
+    if settings.memory is None:
+        return None
+    return max(1, int(settings.memory) - copy_bytes(settings))
 
 
 def plan_options(plan: Any) -> dict[str, Any]:
