@@ -97,4 +97,6 @@ def test_redistribution(name: str, megabytes: int, benchmark: Any) -> None:
         kind: round(seconds["copy"] / seconds[kind], 3) for kind in ("window", "messages")
     }
     info["to_reach"] = {"window": REACH}
-    print(f"{name}, {megabytes} MB: {info['milliseconds']} ms, {info['of_copy_bandwidth']} of copies")
+    print(
+        f"{name}, {megabytes} MB: {info['milliseconds']} ms, {info['of_copy_bandwidth']} of copies"
+    )

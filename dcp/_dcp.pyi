@@ -201,7 +201,6 @@ def layout_plan(
     sizes: Any, blocks: Any, ranks: int, unit: int, order: int
 ) -> tuple[NDArray[np.int64], int]: ...
 def exact_sum(values: NDArray[np.float64]) -> float: ...
-
 def optimizer_bytes(
     config: Mapping[str, Any],
     rules: Sequence[tuple[Any, ...]],

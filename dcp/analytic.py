@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcp import _dcp
 from dcp._dcp import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
     from dcp.models import Transformer1D
+    from dcp.optim_base import Optimizer
 
 __all__ = ["DEVICES", "Device", "Shape", "config_named", "device_named"]
 
@@ -514,8 +516,13 @@ def gpu_fields(shape: Shape, device: Device) -> dict[str, Any]:
     return fields | memory
 
 
-def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) -> dict[str, Any]:
-    """fp32 weights, gradients and AdamW's moments of dcp's own runtime, in bytes.
+def host_fixed_fields(
+    config: Transformer1D,
+    reduce: str,
+    windows: bool = True,
+    optimizer: Optimizer | None = None,
+) -> dict[str, Any]:
+    """fp32 weights, gradients and the optimizer's state of dcp's own runtime, in bytes.
 
     Beside shards a rank holds whole gradients, or whole groups of them, and without windows a whole
     group of weights, in the model's `compute_dtype`; a tied embedding has a place of its own, since
@@ -532,12 +539,37 @@ def host_fixed_fields(config: Transformer1D, reduce: str, windows: bool = True) 
     embedding = groups.pop(0) if config.tie_word_embeddings else 0
     gathered = 0 if windows else max(groups) + embedding
     item = 2.0 if config.compute_dtype == "bfloat16" else 4.0
+    # AdamW's two moments, where nothing is said
+    state = (0.0, 8.0 * _PADDED * count)
+    if optimizer is not None:
+        state = host_state_bytes(config, optimizer, windows)
     once = _RUNTIME_BYTES + host_rotary_bytes(config, config.max_position_embeddings)
     whole = count if reduce == "step" else (2 if windows else 1) * max(groups) + embedding
     return {
-        "fixed_bytes": _PADDED * (4.0 * whole + item * gathered) + once,
-        "sharded_bytes": (12.0 if reduce == "step" else 16.0) * _PADDED * count,
+        "fixed_bytes": _PADDED * (4.0 * whole + item * gathered) + once + state[0],
+        "sharded_bytes": (4.0 if reduce == "step" else 8.0) * _PADDED * count + state[1],
     }
+
+
+_STATE_WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+
+
+def host_state_bytes(
+    config: Transformer1D, optimizer: Optimizer, windows: bool = True
+) -> tuple[float, float]:
+    """(a, b) such that the optimizer holds at most a + b / W bytes on a rank of W.
+
+    What each rank holds whatever W is (scratch for a matrix, say) is taken from the largest world
+    looked at; b is the least that is enough for all of them.
+    """
+    tensors = config.tensors()
+    core = config.core(), [rule.core() for rule in optimizer.rules(tensors)]
+    held = {
+        ranks: _dcp.optimizer_bytes(*core, ranks=ranks, no_windows=not windows)
+        for ranks in _STATE_WORLDS
+    }
+    fixed = float(min(held.values()))
+    return fixed, max(ranks * (bytes_ - fixed) for ranks, bytes_ in held.items())
 
 
 def host_rotary_bytes(config: Transformer1D, tokens: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError, UnsupportedError
-from dcp.optim import OPTIMIZERS, SCHEDULES, Optimizer
+from dcp.optim import OPTIMIZERS, SCHEDULES, AdamW, Group, Optimizer
 
 if typing.TYPE_CHECKING:
     from dcp.models import Transformer1D
@@ -32,7 +32,6 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "CheckpointSettings",
     "DataSettings",
-    "OptimizerSettings",
     "PlanSettings",
     "Settings",
     "TrainSettings",
@@ -56,27 +55,6 @@ class DataSettings:
     long: str = "split"
     tokenizer: str | None = None
     eos: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """The optimizer by name; see :class:`dcp.optim.AdamW` for the numbers."""
-
-    name: str = "adamw"
-    lr: float = DEFAULT_LR
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float | None = 1.0
-    warmup_steps: int = 10
-    schedule: str = "constant"
-    schedule_steps: int | None = None
-
-    def build(self) -> Optimizer:
-        """Return the optimizer; its own rules are checked here."""
-        values = dataclasses.asdict(self)
-        del values["name"]
-        return OPTIMIZERS[self.name](**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +121,7 @@ class Settings:
     memory: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     data: DataSettings = field(default_factory=DataSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=DEFAULT_LR))
     train: TrainSettings = field(default_factory=TrainSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -175,7 +153,9 @@ class Settings:
         tree: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if dataclasses.is_dataclass(value):
+            if isinstance(value, Optimizer):
+                tree[item.name] = _optimizer_tree(value)
+            elif dataclasses.is_dataclass(value):
                 inner = {
                     f.name: _plain(getattr(value, f.name), f) for f in dataclasses.fields(value)
                 }
@@ -185,6 +165,18 @@ class Settings:
             elif value is not None:
                 tree[item.name] = value
         return tomli_w.dumps(tree)
+
+
+def _optimizer_tree(optimizer: Optimizer) -> dict[str, Any]:
+    """Its name and settings as plain data; groups without what they leave open."""
+    tree: dict[str, Any] = {"name": optimizer.name}
+    tree |= {f.name: _plain(getattr(optimizer, f.name), f) for f in dataclasses.fields(optimizer)}
+    tree["groups"] = [
+        {key: value for key, value in dataclasses.asdict(group).items() if value is not None}
+        for group in optimizer.groups
+        if isinstance(group, Group)
+    ]
+    return {key: value for key, value in tree.items() if value not in (None, [])}
 
 
 def _plain(value: Any, item: dataclasses.Field[Any]) -> Any:
@@ -201,15 +193,12 @@ _SHORT = {
 }
 _SECTIONS: dict[str, Any] = {
     "data": DataSettings,
-    "optimizer": OptimizerSettings,
     "train": TrainSettings,
     "plan": PlanSettings,
     "checkpoint": CheckpointSettings,
 }
 _CHOICES = {
     "strategy": tuple(_dcp.plan_strategies()),
-    "optimizer.name": ("adamw", "muon", "shampoo"),
-    "optimizer.schedule": SCHEDULES,
     "data.long": ("split", "drop", "error"),
     "train.weighting": ("token", "sequence"),
     "train.nonfinite": ("stop", "skip"),
@@ -319,10 +308,33 @@ def load(
         if key not in known:
             raise ArgumentError(f"{_at(source)}unknown key {key!r}{suggest(key, known)}")
 
-    values: dict[str, Any] = {"preset": name, "ranks": default_ranks(), "optimizer.lr": lr}
+    values: dict[str, Any] = {"preset": name, "ranks": default_ranks()}
     for key, (value, source) in given.items():
         values[key] = _convert(key, value, known[key], source)
+    values["optimizer"] = _optimizer(
+        {k.partition(".")[2]: v for k, v in values.items() if k.startswith("optimizer.")}, lr
+    )
     return _build(values)
+
+
+def _optimizer(values: dict[str, Any], adamw_lr: float) -> Optimizer:
+    """The optimizer of that name; keys that belong to another one are errors."""
+    name = values.pop("name", AdamW.name)
+    if name not in OPTIMIZERS:
+        raise ArgumentError(f"optimizer.name = {name!r} is unknown{suggest(name, OPTIMIZERS)}")
+    cls = OPTIMIZERS[name]
+    own = [f.name for f in dataclasses.fields(cls)]
+    for key in values:
+        if key not in own:
+            raise ArgumentError(
+                f"optimizer.{key} is no setting of optimizer {name!r}, which has {', '.join(own)}"
+            )
+    schedule = values.get("schedule", "constant")
+    if schedule not in SCHEDULES:
+        raise ArgumentError(
+            f"optimizer.schedule = {schedule!r} is unknown{suggest(schedule, SCHEDULES)}"
+        )
+    return cls(**{"lr": cls.lr_beside(adamw_lr)} | values)
 
 
 def _at(source: str) -> str:
@@ -342,9 +354,14 @@ def _known_keys() -> dict[str, Any]:
     """{dotted key: type} of every setting."""
     from dcp.models import Transformer1D
 
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {"optimizer.name": str}
+    for optimizer in OPTIMIZERS.values():
+        fields = typing.get_type_hints(optimizer)
+        known |= {f"optimizer.{f.name}": fields[f.name] for f in dataclasses.fields(optimizer)}
     hints = typing.get_type_hints(Settings, localns={"Mapping": Mapping, "Any": Any})
     for item in dataclasses.fields(Settings):
+        if item.name == "optimizer":
+            continue
         cls = Transformer1D if item.name == "model" else _SECTIONS.get(item.name)
         if cls is None:
             known[item.name] = hints[item.name]
@@ -392,6 +409,13 @@ def _convert(key: str, value: Any, kind: Any, source: str) -> Any:
         return parse_bytes(value, key)
     if key == "plan.recompute":
         return _recompute(value, source)
+    if key == "optimizer.groups":
+        if not isinstance(value, list):
+            raise ArgumentError(
+                f"{_at(source)}optimizer.groups = {value!r} must be a list of tables, such as "
+                '[{match = "*norm*", lr_scale = 0.1}]'
+            )
+        return tuple(value)
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     optional = type(None) in options
     wanted = next(option for option in options if option is not type(None))
@@ -541,7 +565,7 @@ def _check(settings: Settings) -> None:
             f"than data.max_length = {settings.data.max_length}"
         )
     _check_plan(settings)
-    settings.optimizer.build()
+    settings.optimizer.rules(settings.transformer().tensors())  # every group matches
 
 
 def _check_plan(settings: Settings) -> None:

@@ -24,6 +24,7 @@ from dcp._dcp import ArgumentError, FileError
 if TYPE_CHECKING:
     from dcp.analytic import Device
     from dcp.models import Transformer1D
+    from dcp.optim_base import Optimizer
 
 __all__ = ["CostModel"]
 
@@ -302,6 +303,7 @@ class CostModel:
         threads: int | None = None,
         reduce: str = "step",
         windows: bool = True,
+        optimizer: Optimizer | None = None,
     ) -> CostModel:
         """Reckon the cost of training a model with dcp's own runtime on the CPU.
 
@@ -331,6 +333,9 @@ class CostModel:
         windows : bool
             Whether ranks read weights in place; else each holds one whole group of them. The
             bytes of packed weights are those with windows, more than without.
+
+        optimizer : dcp.optim.Optimizer, optional
+            Whose state the ranks hold; default: AdamW's two fp32 moments.
 
         Returns
         -------
@@ -367,7 +372,7 @@ class CostModel:
         return cls(
             **analytic.time_fields(shape, chosen),
             **analytic.group_fields(shape, chosen),
-            **analytic.host_fixed_fields(config, reduce, windows),
+            **analytic.host_fixed_fields(config, reduce, windows, optimizer),
             **fitting.fit_memory(
                 activation_bytes or held,
                 shape.layers,

@@ -160,7 +160,7 @@ def _in_layers(entries: list[Entry]) -> list[Entry]:
 def _list(path: Path, document: Any) -> TensorList:
     tied: dict[str, str] = {}
     if isinstance(document, dict) and isinstance(document.get("tensors"), list):
-        tied = document.get("tied") or {}
+        tied = document.get("tied", {})
         if not isinstance(tied, dict) or not all(isinstance(v, str) for v in tied.values()):
             _fail(path, "tied must be an object of names and names")
         document = document["tensors"]

@@ -225,6 +225,20 @@ class Optimizer:
             )
         object.__setattr__(self, "groups", tuple(_group(group) for group in self.groups))
 
+    @classmethod
+    def lr_beside(cls, adamw_lr: float) -> float:
+        """Learning rate to start with, for a model that AdamW trains well at `adamw_lr`.
+
+        The same: all optimizers here make steps about as large as AdamW's.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.optim.AdamW8bit.lr_beside(1e-3)
+        0.001
+        """
+        return adamw_lr
+
     def lr_at(self, step: int) -> float:
         """Return the learning rate of step number `step`, counted from 0.
 

@@ -478,10 +478,13 @@ class Trainer:
         for tensor in shown["tensors"]:
             for kind in tensor["kinds"] if tensor["name"] in self.model.frozen else ():
                 if kind != "weights":
-                    shape = shown.get("kind_shapes", {}).get(kind, {}).get(tensor["name"])
-                    states.setdefault(kind, {})[tensor["name"]] = shape or tensor["shape"]
+                    shape = tensor.get("kind_shapes", {}).get(kind, tensor["shape"])
+                    states.setdefault(kind, {})[tensor["name"]] = shape
         if states:
-            self.model.keep_state(states, dtypes=shown.get("dtypes"))
+            from dcp.checkpoint_format import DTYPES
+
+            dtypes = {kind: DTYPES[shown["kinds"][kind]["dtype"] or "F32"].name for kind in states}
+            self.model.keep_state(states, dtypes=dtypes)
 
     def _open_metrics(self) -> _Metrics:
         folder = self.metrics_folder if self.world.rank == 0 else None

@@ -174,6 +174,25 @@ static const field_t adamw_fields[] = {
     FIELD(adamw, bias1, FLOAT),      FIELD(adamw, bias2, FLOAT),
     FIELD(adamw, grad_scale, FLOAT), END,
 };
+static const field_t adamw8bit_fields[] = {
+    FIELD(adamw8bit, rows, INT64),
+    FIELD(adamw8bit, width, INT64),
+    ARRAY(adamw8bit, w, FLOAT32),
+    ARRAY(adamw8bit, m, UINT8),
+    ARRAY(adamw8bit, v, UINT8),
+    ARRAY(adamw8bit, m_scale, FLOAT32),
+    ARRAY(adamw8bit, v_scale, FLOAT32),
+    ARRAY(adamw8bit, g, FLOAT32),
+    FIELD(adamw8bit, lr, FLOAT),
+    FIELD(adamw8bit, beta1, FLOAT),
+    FIELD(adamw8bit, beta2, FLOAT),
+    FIELD(adamw8bit, eps, FLOAT),
+    FIELD(adamw8bit, decay, FLOAT),
+    FIELD(adamw8bit, bias1, FLOAT),
+    FIELD(adamw8bit, bias2, FLOAT),
+    FIELD(adamw8bit, grad_scale, FLOAT),
+    END,
+};
 static const field_t cast_fields[] = {
     FIELD(cast, count, INT64), ARRAY(cast, x, UINT8),  ARRAY(cast, out, UINT8),
     FIELD(cast, from, INT32),  FIELD(cast, to, INT32), END,
@@ -203,6 +222,7 @@ static const field_t row_squares_fields[] = {
     X(cast)               \
     X(zero)               \
     X(adamw)              \
+    X(adamw8bit)          \
     X(row_squares)
 
 #define X(op)                                                         \

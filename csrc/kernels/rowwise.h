@@ -98,6 +98,10 @@ typedef struct optimizer_ops {
     rowwise_func_t row_squares;
 } optimizer_ops_t;
 
+typedef struct adamw8bit_ops {
+    rowwise_func_t adamw8bit; /* rows: blocks */
+} adamw8bit_ops_t;
+
 #define ROWWISE_TABLE_MAP(X) \
     X(norm_ops)              \
     X(rope_ops)              \
@@ -105,7 +109,8 @@ typedef struct optimizer_ops {
     X(loss_ops)              \
     X(dropout_ops)           \
     X(elementwise_ops)       \
-    X(optimizer_ops)
+    X(optimizer_ops)         \
+    X(adamw8bit_ops)
 #define X(name) extern const name##_t name##_portable, name##_avx2, name##_avx512;
 ROWWISE_TABLE_MAP(X)
 #undef X

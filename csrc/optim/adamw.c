@@ -1,110 +1,102 @@
-/* AdamW on a rank's shard: m and v, fp32, of its own runs alone.
+/* AdamW and its 8-bit form: state of a rank's runs alone (run_states.h), and one
+ * dispatch a step over all of them, whatever the number of tensors.
  *
- *   memory   m of run 0 | m of run 1 | ... | v of run 0 | v of run 1 | ...
+ *   adamw      m, v: fp32                                28 B read and written an
+ * element adamw8bit  m, v: a byte; a scale a block of a row    16 B
  *
- * Runs are those of the layout, in buffer order, of the tensors with this rule; each
- * starts at a multiple of 64 bytes. A step is one dispatch over all of them: every
- * element is read and written once (28 bytes), whatever the number of tensors. No
- * element looks at another, so the bits do not depend on how tensors are cut.
+ * No element looks at another (8-bit: at another block), and blocks do not depend on
+ * where ranks are cut, so the bits do not depend on it either. The two kinds differ in
+ * their kernels and in what a run gives them.
  */
-#include "optim_private.h"
+#include "run_states.h"
 
 #include "dcp/alloc.h"
 
 #include <math.h>
 
-enum { STATE_M, STATE_V, STATES, ALIGN = 16 /* elements */ };
+enum { M, V, STATES };
+enum { M8, M8_SCALE, V8, V8_SCALE, STATES8 };
 
-static const optim_state_info_t states[STATES] = {
-    [STATE_M] = {"adamw.m", DCP_F32},
-    [STATE_V] = {"adamw.v", DCP_F32},
+static const optim_state_info_t infos[STATES] = {
+    [M] = {"adamw.m", DCP_F32},
+    [V] = {"adamw.v", DCP_F32},
 };
+static const optim_state_info_t infos8[STATES8] = {
+    [M8] = {"adamw8bit.m", DCP_U8},
+    [M8_SCALE] = {"adamw8bit.m_scale", DCP_F32},
+    [V8] = {"adamw8bit.v", DCP_U8},
+    [V8_SCALE] = {"adamw8bit.v_scale", DCP_F32},
+};
+static const run_states_kinds_t kinds = {infos, STATES, 0};
+static const run_states_kinds_t kinds8 = {infos8, STATES8,
+                                          (uint32_t)(1 << M8_SCALE | 1 << V8_SCALE)};
 
 typedef struct adamw {
     const optim_context_t *context;
-    int64_t run_count;
-    dcp_state_run_t *runs[STATES]; /* owned, each [run_count] */
-    dcp_adamw_args_t *ops;         /* owned, [run_count]; numbers are each step's */
-    float *memory;                 /* owned */
+    const run_states_kinds_t *kinds;
+    run_states_t states;
+    dcp_adamw_args_t *ops;      /* owned, [run_count]: one of the two; numbers are */
+    dcp_adamw8bit_args_t *ops8; /* those of each step */
 } adamw_t;
 
-static int64_t
-aligned(int64_t count)
-{
-    return (count + ALIGN - 1) / ALIGN * ALIGN;
-}
-
-/* Runs of the members on a rank, and elements of one state with gaps. */
-static void
-measure(const dcp_dbuffer_layout_t *layout, int32_t rank, const int64_t *members,
-        int64_t member_count, int64_t *run_count_p, int64_t *elements_p)
-{
-    const dcp_dbuffer_run_t *runs;
-    int64_t count;
-    dcp_dbuffer_layout_runs(layout, rank, &runs, &count);
-    *run_count_p = *elements_p = 0;
-    for (int64_t i = 0; i < count; i++) {
-        if (optim_is_member(members, member_count, runs[i].tensor)) {
-            *elements_p += aligned(runs[i].count);
-            (*run_count_p)++;
-        }
-    }
-}
-
-static void
-place_runs(adamw_t *adamw, int64_t elements)
+/* What the kernel finds where, of run i. */
+static dcp_adamw_args_t
+op_of(const adamw_t *adamw, int64_t i)
 {
     const dcp_optimizer_options_t *options = &adamw->context->options;
-    const dcp_dbuffer_run_t *runs;
-    int64_t count, at = 0, start = 0;
-    dcp_dbuffer_layout_runs(options->layout, dcp_comm_rank(options->comm), &runs,
-                            &count);
-    for (int64_t i = 0; i < count; i++) {
-        const dcp_dbuffer_run_t *run = &runs[i];
-        if (!optim_is_member(adamw->context->members, adamw->context->member_count,
-                             run->tensor)) {
-            continue;
-        }
-        for (int32_t state = 0; state < STATES; state++) {
-            adamw->runs[state][at] = (dcp_state_run_t){
-                .tensor = run->tensor,
-                .first = run->first,
-                .count = run->count,
-                .data = adamw->memory + state * elements + start,
-            };
-        }
-        adamw->ops[at] = (dcp_adamw_args_t){
-            .count = run->count,
-            .w = dcp_dbuffer_run_data(options->weights, run),
-            .g = dcp_dbuffer_run_data(options->gradients, run),
-            .m = adamw->runs[STATE_M][at].data,
-            .v = adamw->runs[STATE_V][at].data,
-        };
-        start += aligned(run->count);
-        at++;
-    }
+    const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
+    return (dcp_adamw_args_t){
+        .count = run->count,
+        .w = dcp_dbuffer_run_data(options->weights, run),
+        .g = dcp_dbuffer_run_data(options->gradients, run),
+        .m = adamw->states.runs[M][i].data,
+        .v = adamw->states.runs[V][i].data,
+    };
+}
+
+static dcp_adamw8bit_args_t
+op8_of(const adamw_t *adamw, int64_t i)
+{
+    const dcp_optimizer_options_t *options = &adamw->context->options;
+    const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
+    /* blocks of a tensor of one dimension go on from row to row: it is one */
+    int64_t width = run_states_width(&options->tensors[run->tensor]);
+    width = width == 1 ? run->count : width;
+    return (dcp_adamw8bit_args_t){
+        .rows = run->count / width,
+        .width = width,
+        .w = dcp_dbuffer_run_data(options->weights, run),
+        .g = dcp_dbuffer_run_data(options->gradients, run),
+        .m = adamw->states.runs[M8][i].data,
+        .m_scale = adamw->states.runs[M8_SCALE][i].data,
+        .v = adamw->states.runs[V8][i].data,
+        .v_scale = adamw->states.runs[V8_SCALE][i].data,
+    };
 }
 
 static dcp_status_t
 fill(adamw_t *adamw)
 {
-    const optim_context_t *context = adamw->context;
-    int64_t elements;
-    measure(context->options.layout, dcp_comm_rank(context->options.comm),
-            context->members, context->member_count, &adamw->run_count, &elements);
+    DCP_TRY(run_states_create(adamw->context, adamw->kinds, &adamw->states));
+    int64_t run_count = adamw->states.run_count;
+    int32_t eight = adamw->kinds == &kinds8;
     void *memory;
-    for (int32_t state = 0; state < STATES; state++) {
-        DCP_TRY(dcp_alloc_array(adamw->run_count, (int64_t)sizeof(dcp_state_run_t),
-                                "runs of a state", &memory));
-        adamw->runs[state] = memory;
-    }
-    DCP_TRY(dcp_alloc_array(adamw->run_count, (int64_t)sizeof(dcp_adamw_args_t),
+    DCP_TRY(dcp_alloc_array(run_count,
+                            eight ? (int64_t)sizeof adamw->ops8[0]
+                                  : (int64_t)sizeof adamw->ops[0],
                             "runs of an update", &memory));
-    adamw->ops = memory;
-    DCP_TRY(dcp_alloc_zeroed(STATES * elements * (int64_t)sizeof(float),
-                             "state of adamw", &memory));
-    adamw->memory = memory;
-    place_runs(adamw, elements);
+    if (eight) {
+        adamw->ops8 = memory;
+    } else {
+        adamw->ops = memory;
+    }
+    for (int64_t i = 0; i < run_count; i++) {
+        if (eight) {
+            adamw->ops8[i] = op8_of(adamw, i);
+        } else {
+            adamw->ops[i] = op_of(adamw, i);
+        }
+    }
     return DCP_OK;
 }
 
@@ -112,19 +104,16 @@ static void
 destroy(void *object)
 {
     adamw_t *adamw = object;
-    if (adamw == NULL) {
-        return;
+    if (adamw != NULL) {
+        dcp_free(adamw->ops8);
+        dcp_free(adamw->ops);
+        run_states_destroy(&adamw->states);
+        dcp_free(adamw);
     }
-    dcp_free(adamw->memory);
-    dcp_free(adamw->ops);
-    for (int32_t state = STATES - 1; state >= 0; state--) {
-        dcp_free(adamw->runs[state]);
-    }
-    dcp_free(adamw);
 }
 
 static dcp_status_t
-create(const optim_context_t *context, void **object_p)
+create_as(const optim_context_t *context, const run_states_kinds_t *of, void **object_p)
 {
     void *memory;
     dcp_status_t status = dcp_alloc_zeroed((int64_t)sizeof(adamw_t), "adamw", &memory);
@@ -133,6 +122,7 @@ create(const optim_context_t *context, void **object_p)
     }
     adamw_t *adamw = memory;
     adamw->context = context;
+    adamw->kinds = of;
     status = fill(adamw);
     if (status != DCP_OK) {
         destroy(adamw);
@@ -143,32 +133,63 @@ create(const optim_context_t *context, void **object_p)
 }
 
 static dcp_status_t
+create(const optim_context_t *context, void **object_p)
+{
+    return create_as(context, &kinds, object_p);
+}
+
+static dcp_status_t
+create8(const optim_context_t *context, void **object_p)
+{
+    return create_as(context, &kinds8, object_p);
+}
+
+/* The numbers of a step, which both kernels' structs name alike. */
+#define SET_NUMBERS(op, rule, args)                         \
+    do {                                                    \
+        double t = (double)((args)->update_count + 1);      \
+        (op)->lr = (float)((args)->lr * (rule)->lr_scale);  \
+        (op)->beta1 = (float)(rule)->beta1;                 \
+        (op)->beta2 = (float)(rule)->beta2;                 \
+        (op)->eps = (float)(rule)->eps;                     \
+        (op)->decay = (float)(rule)->weight_decay;          \
+        (op)->bias1 = (float)(1.0 - pow((rule)->beta1, t)); \
+        (op)->bias2 = (float)(1.0 - pow((rule)->beta2, t)); \
+        (op)->grad_scale = (float)(args)->grad_scale;       \
+    } while (0)
+
+static dcp_status_t
+submit(const adamw_t *adamw, dcp_queue_t *queue)
+{
+    const dcp_device_ops_t *device = adamw->context->options.device;
+    int64_t run_count = adamw->states.run_count;
+    if (adamw->ops8 != NULL) {
+        dcp_adamw8bit_runs_args_t runs = {.run_count = run_count, .runs = adamw->ops8};
+        DCP_TRY(device->adamw8bit_runs(queue, &runs));
+    } else {
+        dcp_adamw_runs_args_t runs = {.run_count = run_count, .runs = adamw->ops};
+        DCP_TRY(device->adamw_runs(queue, &runs));
+    }
+    return device->fence(queue);
+}
+
+static dcp_status_t
 step(void *object, const dcp_optimizer_step_args_t *args)
 {
     adamw_t *adamw = object;
     const dcp_optimizer_options_t *options = &adamw->context->options;
-    double t = (double)(args->update_count + 1);
-    for (int64_t i = 0; i < adamw->run_count; i++) {
-        const dcp_optimizer_rule_t *rule =
-            &options->tensors[adamw->runs[STATE_M][i].tensor].rule;
-        dcp_adamw_args_t *op = &adamw->ops[i];
-        op->lr = (float)(args->lr * rule->lr_scale);
-        op->beta1 = (float)rule->beta1;
-        op->beta2 = (float)rule->beta2;
-        op->eps = (float)rule->eps;
-        op->decay = (float)rule->weight_decay;
-        op->bias1 = (float)(1.0 - pow(rule->beta1, t));
-        op->bias2 = (float)(1.0 - pow(rule->beta2, t));
-        op->grad_scale = (float)args->grad_scale;
+    for (int64_t i = 0; i < adamw->states.run_count; i++) {
+        int64_t tensor = adamw->states.layout_runs[i]->tensor;
+        const dcp_optimizer_rule_t *rule = &options->tensors[tensor].rule;
+        if (adamw->ops8 != NULL) {
+            SET_NUMBERS(&adamw->ops8[i], rule, args);
+        } else {
+            SET_NUMBERS(&adamw->ops[i], rule, args);
+        }
     }
     dcp_queue_t *queue;
     DCP_TRY(options->device->queue_create(options->pool, &queue));
-    dcp_status_t status = options->device->adamw_runs(
-        queue,
-        &(dcp_adamw_runs_args_t){.run_count = adamw->run_count, .runs = adamw->ops});
-    if (status == DCP_OK) {
-        status = options->device->fence(queue);
-    }
+    dcp_status_t status = submit(adamw, queue);
     options->device->queue_destroy(queue);
     return status;
 }
@@ -177,13 +198,8 @@ static void
 state_shape(const void *object, int32_t state, int64_t tensor, int32_t *dim_count_p,
             int64_t *shape)
 {
-    (void)state;
     const adamw_t *adamw = object;
-    const dcp_optimizer_tensor_t *of = &adamw->context->options.tensors[tensor];
-    *dim_count_p = of->dim_count;
-    for (int32_t i = 0; i < of->dim_count; i++) {
-        shape[i] = of->shape[i];
-    }
+    run_states_shape(adamw->context, adamw->kinds, state, tensor, dim_count_p, shape);
 }
 
 static void
@@ -191,27 +207,28 @@ state_runs(const void *object, int32_t state, const dcp_state_run_t **runs_p,
            int64_t *run_count_p)
 {
     const adamw_t *adamw = object;
-    *runs_p = adamw->runs[state];
-    *run_count_p = adamw->run_count;
+    *runs_p = adamw->states.runs[state];
+    *run_count_p = adamw->states.run_count;
 }
 
 static int64_t
 bytes(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
       const int64_t *members, int64_t member_count, int32_t no_windows)
 {
-    (void)tensors;
     (void)no_windows;
-    const int64_t run_bytes =
-        (int64_t)(STATES * sizeof(dcp_state_run_t) + sizeof(dcp_adamw_args_t));
-    int64_t most = 0;
-    for (int32_t rank = 0; rank < dcp_dbuffer_layout_rank_count(layout); rank++) {
-        int64_t run_count, elements;
-        measure(layout, rank, members, member_count, &run_count, &elements);
-        int64_t here =
-            STATES * elements * (int64_t)sizeof(float) + run_count * run_bytes;
-        most = here > most ? here : most;
-    }
-    return most + (int64_t)sizeof(adamw_t);
+    return run_states_bytes(layout, tensors, members, member_count, &kinds,
+                            (int64_t)sizeof(dcp_adamw_args_t))
+           + (int64_t)sizeof(adamw_t);
+}
+
+static int64_t
+bytes8(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
+       const int64_t *members, int64_t member_count, int32_t no_windows)
+{
+    (void)no_windows;
+    return run_states_bytes(layout, tensors, members, member_count, &kinds8,
+                            (int64_t)sizeof(dcp_adamw8bit_args_t))
+           + (int64_t)sizeof(adamw_t);
 }
 
 const optim_ops_t optim_adamw_ops = {
@@ -220,8 +237,20 @@ const optim_ops_t optim_adamw_ops = {
     .destroy = destroy,
     .step = step,
     .state_count = STATES,
-    .states = states,
+    .states = infos,
     .state_shape = state_shape,
     .state_runs = state_runs,
     .bytes = bytes,
+};
+
+const optim_ops_t optim_adamw8bit_ops = {
+    .check = optim_check_adam,
+    .create = create8,
+    .destroy = destroy,
+    .step = step,
+    .state_count = STATES8,
+    .states = infos8,
+    .state_shape = state_shape,
+    .state_runs = state_runs,
+    .bytes = bytes8,
 };

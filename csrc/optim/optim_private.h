@@ -50,7 +50,7 @@ dcp_status_t optim_check_in(const char *field, double value, double least, doubl
 dcp_status_t optim_check_adam(const dcp_optimizer_tensor_t *tensor, int64_t number);
 
 extern const optim_ops_t optim_adamw_ops;     /* adamw.c */
-extern const optim_ops_t optim_adamw8bit_ops; /* adamw8bit.c */
+extern const optim_ops_t optim_adamw8bit_ops; /* adamw.c */
 extern const optim_ops_t optim_muon_ops;      /* muon.c */
 extern const optim_ops_t optim_shampoo_ops;   /* shampoo.c */
 

@@ -22,6 +22,7 @@ enum { KIND_COUNT = DCP_OPTIMIZER_SHAMPOO + 1 };
 /* By kind; NULL: not there. */
 static const optim_ops_t *const kinds[KIND_COUNT] = {
     [DCP_OPTIMIZER_ADAMW] = &optim_adamw_ops,
+    [DCP_OPTIMIZER_ADAMW8BIT] = &optim_adamw8bit_ops,
     [DCP_OPTIMIZER_MUON] = &optim_muon_ops,
     [DCP_OPTIMIZER_SHAMPOO] = &optim_shampoo_ops,
 };

@@ -46,11 +46,11 @@ train_plan_layout(const dcp_model_tensor_t *tensors, int64_t tensor_count,
     for (int64_t i = 0; i < tensor_count; i++) {
         const dcp_model_tensor_t *tensor = &tensors[i];
         /* what may get 8-bit state is cut at its blocks, in every world */
-        int32_t blocks =
-            tensor->dim_count == 1 && tensor->shape[0] >= DCP_OPTIMIZER_8BIT_LEAST;
+        int64_t width = tensor->dim_count == 2 ? tensor->shape[1] : 1;
+        int32_t blocks = width == 1 && tensor->shape[0] >= DCP_OPTIMIZER_8BIT_LEAST;
         shapes[i] = (dcp_dbuffer_tensor_t){
             .row_count = tensor->shape[0],
-            .row_width = tensor->dim_count == 2 ? tensor->shape[1] : 1,
+            .row_width = width,
             .group = tensor->group,
             .block_count = blocks ? DCP_OPTIMIZER_8BIT_BLOCK : 0,
         };

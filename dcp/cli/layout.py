@@ -304,8 +304,11 @@ def _bytes(count: float) -> str:
 
 def _cells(rows: list[dict[str, Any]]) -> list[str]:
     """One line of the table: the buffers of a group together."""
+    from dcp.layout_groups import ITEM_BYTES
+
     first = rows[0]
     used = sum(row["used_elements"] for row in rows)
+    item = ITEM_BYTES[first["dtype"]]
     padding = first["ranks"] * sum(row["shard_elements"] for row in rows) / used - 1 if used else 0
     return [
         str(first["count"]),
@@ -315,7 +318,7 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
         _percent(first["peers"]["fsdp2"]),
         ">= " + _percent(first["peers"]["megatron"]),
         _bytes(sum(row["shard_bytes"] for row in rows)),
-        f"{max(row['largest_gap_elements'] for row in rows):,}",
+        _bytes(max(row["largest_gap_elements"] for row in rows) * item),
         str(len(rows)),
         f"{1e3 * first['seconds']:.1f} ms",
     ]
@@ -392,12 +395,15 @@ def _show_footprints(console: Any, entries: list[dict[str, Any]]) -> None:
 
 def _footprints(plans: list[_Plan], optimizer: str) -> list[dict[str, Any]]:
     """Every system once a number of ranks, dcp also once a number of rows."""
-    from dcp.layout_simulate import footprints
+    from dcp.layout_simulate import footprints, has_tied_head
 
+    tied = has_tied_head(plans[0].groups)
     found: list[dict[str, Any]] = []
     peers: set[tuple[str, int]] = set()
     for plan in plans:
-        for one in footprints(plan.groups, plan.buffers, ranks=plan.ranks, optimizer=optimizer):
+        for one in footprints(
+            plan.groups, plan.buffers, ranks=plan.ranks, optimizer=optimizer, tied=tied
+        ):
             ours = one.system == "dcp"
             if not ours and (one.system, plan.ranks) in peers:
                 continue

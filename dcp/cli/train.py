@@ -49,7 +49,9 @@ class Job:
 @click.option("--seed", type=int, metavar="N", help="Of weights, order, dropout.  [default: 0]")
 @click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: dcp]")
 @click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
-@click.option("--optimizer", metavar="NAME", help="[default: adamw]")
+@click.option(
+    "--optimizer", metavar="NAME", help="adamw or adamw8bit; see dcp.optim.  [default: adamw]"
+)
 @click.option("--device", metavar="NAME", help="[default: cpu]")
 @click.option("--checkpoint", metavar="DIR", help="Folder of checkpoints and metrics.jsonl.")
 @click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints.")
@@ -248,7 +250,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     with contextlib.closing(model):
         trainer = dcp.Trainer(
             model,
-            settings.optimizer.build(),
+            settings.optimizer,
             loader,
             checkpoint=settings.checkpoint.folder,
             save_every=settings.checkpoint.save_every,
@@ -293,14 +295,18 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
         if plan.cost is None:
             threads = thread_count(settings.ranks)
             return dcp.CostModel.for_model(
-                config, reduce=reduce, windows=plan.windows, threads=threads
+                config,
+                reduce=reduce,
+                windows=plan.windows,
+                threads=threads,
+                optimizer=settings.optimizer,
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
         return dataclasses.replace(
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
-            **host_fixed_fields(config, reduce, plan.windows),
+            **host_fixed_fields(config, reduce, plan.windows, settings.optimizer),
         )
 
     reduce = plan.reduce

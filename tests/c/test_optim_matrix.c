@@ -520,6 +520,28 @@ check_rounds(const optim_ops_t *ops, dcp_optimizer_kind_t kind)
     free_world(&one);
 }
 
+/* cases O-05 and O-08: a random 256 x 256 matrix alone, and one of 2 x 2 of which most
+ * ranks have nothing, are what one rank makes of them. */
+static void
+check_alone(const optim_ops_t *ops, dcp_optimizer_kind_t kind, int64_t side)
+{
+    model_t m = {.count = 1};
+    m.tensors[0] = matrix(kind, 2, side, side, 0);
+    m.tensors[0].rule.block = 128;
+    world_t one = {
+        .model = &m, .ops = ops, .size = 1, .step_count = 2, .gradient_scale = 1};
+    run_world(&one);
+    for (int32_t size = 2; size <= 4; size++) {
+        world_t many = one;
+        many.size = size;
+        many.no_windows = size == 3;
+        run_world(&many);
+        CHECK(differences(&one, &many) == 0);
+        free_world(&many);
+    }
+    free_world(&one);
+}
+
 static dcp_status_t
 self_scenario(const optim_ops_t *ops, dcp_optimizer_kind_t kind)
 {
@@ -864,6 +886,8 @@ main(void)
     check_zero_gradient(&optim_muon_ops, DCP_OPTIMIZER_MUON);
     check_rounds(&optim_muon_ops, DCP_OPTIMIZER_MUON);
     check_bytes(&optim_muon_ops, DCP_OPTIMIZER_MUON);
+    check_alone(&optim_muon_ops, DCP_OPTIMIZER_MUON, 256);
+    check_alone(&optim_muon_ops, DCP_OPTIMIZER_MUON, 2);
     test_inverse_root();
     test_inverse_root_limits();
     test_shampoo_rules();
@@ -872,6 +896,8 @@ main(void)
     check_zero_gradient(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
     check_rounds(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
     check_bytes(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO);
+    check_alone(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO, 256);
+    check_alone(&optim_shampoo_ops, DCP_OPTIMIZER_SHAMPOO, 2);
     check_every_alloc(muon_scenario); /* last: its counters are not for threads */
     check_every_alloc(shampoo_scenario);
     return check_finish();

@@ -21,7 +21,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert settings.data.source == "stdlib" and settings.data.max_length == 4096
     assert settings.data.long == "split" and settings.train.eval_share == 0.01
     assert settings.train.weighting == "token" and settings.checkpoint.keep == 3
-    adamw = settings.optimizer.build()
+    adamw = settings.optimizer
     assert adamw.betas == (0.9, 0.95) and adamw.eps == 1e-8 and adamw.weight_decay == 0.1
     assert adamw.clip == 1.0 and adamw.warmup_steps == 10 and adamw.schedule == "constant"
 

@@ -146,7 +146,11 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         {"name": "f", "shape": [2], "kinds": ["weights", "adamw.m"]},
         {"name": "g", "shape": [3], "kinds": ["weights"]},
     ]
-    monkeypatch.setattr(checkpoint, "show", lambda path: {"tensors": tensors, "state": {}})
+    monkeypatch.setattr(
+        checkpoint,
+        "show",
+        lambda path: {"tensors": tensors, "kinds": {"adamw.m": {"dtype": "F32"}}, "state": {}},
+    )
     return SimpleNamespace(path=tmp_path / "run", saved=saved)
 
 

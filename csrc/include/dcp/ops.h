@@ -276,6 +276,29 @@ typedef struct dcp_adamw_runs_args {
     const dcp_adamw_args_t *runs;
 } dcp_adamw_runs_args_t;
 
+/* AdamW with m and v in 8 bits (arXiv 2110.02861; isa/adamw8bit_kernel.c has the code):
+ * a scale a block of DCP_ADAMW8BIT_BLOCK elements of a row, the last block of a row
+ * short. Computes as adamw does, from the decoded m and v; both are rounded after the
+ * update. All zero: the state at the start. */
+enum { DCP_ADAMW8BIT_BLOCK = 256 };
+
+typedef struct dcp_adamw8bit_args {
+    int64_t rows, width;      /* dense */
+    float *w;                 /* [rows, width], as m, v, g */
+    uint8_t *m, *v;           /* codes */
+    float *m_scale, *v_scale; /* [rows, blocks of a row] */
+    const float *g;
+    float lr, beta1, beta2, eps, decay;
+    float bias1, bias2; /* 1 - beta^t */
+    float grad_scale;   /* clipping */
+} dcp_adamw8bit_args_t;
+
+/* The same on many runs in one dispatch; runs are borrowed until it is done. */
+typedef struct dcp_adamw8bit_runs_args {
+    int64_t run_count;
+    const dcp_adamw8bit_args_t *runs;
+} dcp_adamw8bit_runs_args_t;
+
 /* out[row] = sum of squares of row, fp64 in a fixed order that depends on `width` only.
  */
 typedef struct dcp_row_squares_args {
@@ -308,6 +331,8 @@ typedef struct dcp_row_squares_args {
     X(zero)               \
     X(adamw)              \
     X(adamw_runs)         \
+    X(adamw8bit)          \
+    X(adamw8bit_runs)     \
     X(row_squares)
 
 #ifdef __cplusplus

@@ -17,6 +17,7 @@
 #include "dcp/dbuffer.h"
 #include "dcp/device.h"
 #include "dcp/dtype.h"
+#include "dcp/ops.h"
 #include "dcp/status.h"
 #include "dcp/threads.h"
 
@@ -54,7 +55,10 @@ enum { DCP_OPTIMIZER_DIMS = 8 };
 /* ADAMW8BIT: tensors of fewer elements, over all ranks, are updated by ADAMW; blocks of
  * one scale lie within a row (1-D: at multiples of as many elements, so that a layout
  * needs block_count of these). */
-enum { DCP_OPTIMIZER_8BIT_LEAST = 4096, DCP_OPTIMIZER_8BIT_BLOCK = 256 };
+enum {
+    DCP_OPTIMIZER_8BIT_LEAST = 4096,
+    DCP_OPTIMIZER_8BIT_BLOCK = DCP_ADAMW8BIT_BLOCK
+};
 
 typedef struct dcp_optimizer_tensor {
     /* 0..DCP_OPTIMIZER_DIMS; matrices are [all but the last, last] */

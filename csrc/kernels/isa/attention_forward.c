@@ -88,17 +88,15 @@ forward_bytes(int64_t row_count, int64_t group_size, int64_t head_dim)
 
 /* VF words of weights times x, which is at most 1. */
 INLINE void
-shrink_weights(word_t *weights, vf x, int32_t round)
+shrink_weights(word_t *weights, vf x)
 {
 #if FACTORS == 2
     wide_t words = (wide_t)words_load(weights);
     vf low = (vf)(words << 16) * x, high = (vf)(words & 0xffff0000u) * x;
     wide_t lower = (wide_t)vf_round_bf16(low) >> 16;
     words_store(weights, (vi)((wide_t)vf_round_bf16(high) | lower));
-    (void)round;
 #else
-    vf y = vf_load(weights) * x;
-    vf_store(weights, round ? vf_round_bf16(y) : y);
+    vf_store(weights, vf_load(weights) * x);
 #endif
 }
 
@@ -123,7 +121,7 @@ raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t co
         vf shrink = exp2_tile(vf_set(-raise * f->factor));
         vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
         for (int64_t c = 0; c < words_of(column); c += VF) {
-            shrink_weights(f->weights + r * TILE_WORDS + c, shrink, f->view->round);
+            shrink_weights(f->weights + r * TILE_WORDS + c, shrink);
         }
         for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
             float *x = g->result + r * f->width + d;
@@ -204,8 +202,7 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
     UNROLL for (int r = 0; r < MR; r++)
     {
         vf_store(g->sum + r * VF, sum[r]);
-        rows_store(f->weights + r * TILE_WORDS + column / FACTORS, s[r], nv,
-                   f->view->round);
+        rows_store(f->weights + r * TILE_WORDS + column / FACTORS, s[r], nv);
     }
 }
 
@@ -349,6 +346,9 @@ pass_tile(const forward_t *f, const group_t *g, int64_t key, int64_t key_count)
     int last_tile =
         seen_last <= TILE_KEYS && (view->causal || key + key_count == view->key_count);
     weigh_tile(f, g, key_count, seen, step, first_tile);
+    if (FACTORS == 1 && view->round) {
+        round_vectors(f->weights, MR * TILE_WORDS);
+    }
     float inverse[MR];
     if (last_tile) {
         finish_sums(f, g, inverse);

@@ -247,18 +247,21 @@ pack_tile_rows(word_t *to, const float *rows, int64_t row_stride, int64_t row_co
     }
 }
 
-/* Rounds whole vectors of words of one factor to bf16, in place. */
+/* Words of one factor, whole vectors, in place: rounded to bf16; times factor. */
 static void
 round_vectors(word_t *x, int64_t count)
 {
-#if FACTORS == 1
-    for (int64_t i = 0; i < count; i += VF) {
-        vf_store(x + i, vf_round_bf16(vf_load(x + i)));
+    for (int64_t i = 0; FACTORS == 1 && i < count; i += VF) {
+        words_store(x + i, (word_vector_t)vf_round_bf16((vf)words_load(x + i)));
     }
-#else
-    (void)x;
-    (void)count;
-#endif
+}
+
+static void
+scale_vectors(word_t *x, int64_t count, float factor)
+{
+    for (int64_t i = 0; FACTORS == 1 && i < count; i += VF) {
+        words_store(x + i, (word_vector_t)((vf)words_load(x + i) * vf_set(factor)));
+    }
 }
 
 /* Hands out pieces of scratch; with base NULL it only measures. */

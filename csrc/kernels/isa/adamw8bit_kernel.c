@@ -1,0 +1,342 @@
+/* AdamW with m and v in 8 bits an element, one fp32 scale a block of 256 (Dettmers et
+ * al., arXiv 2110.02861).
+ *
+ * A code stands for a value in [0, 1] times the block's scale, its largest |m| or v.
+ * Values are dense near 0 (dynamic tree): 2^i of them, evenly spaced, in decade i, so
+ * that code c lies in decade i = floor(log2 c):
+ *
+ *   value(c) = 10^(i - top) (0.1 + 0.9 ((c + 1/2) / 2^i - 1)) / (1 - 0.45 / 2^top)
+ *
+ * m: a sign bit and c = 0..127, top 6; v: c = 0..255, top 7. Code 0 is exactly 0, the
+ * largest code exactly 1 (the paper's 1.0 has no counterpart below zero). The exponent
+ * of (float)c is i, so decoding is two 8-entry lookups and one multiply-add; encoding
+ * counts the decade's thresholds and rounds a line: the nearest value, always. Two
+ * exceptions keep a coordinate at rest where it is: |m| below half the least value
+ * becomes 0, and v above 0 never does, so that no m is ever divided by eps alone.
+ *
+ * A step updates a block with the fresh m and v, before they are rounded: pass 1 reads
+ * 10 B and writes 4 B an element and leaves both in 2 KiB on the stack, pass 2 writes 2
+ * B. Blocks do not look at each other; a row's last block is short, and its last vector
+ * goes through the same operations.
+ */
+#include "../rowwise.h"
+#include "simd.h"
+
+enum { BLOCK = DCP_ADAMW8BIT_BLOCK };
+
+enum { DECADES = 8, M_TOP = 6, V_TOP = 7 };
+
+typedef struct code_tables {
+    /* by (i + 7) % 8, the low bits of the exponent of (float)c: value = base + slope c
+     */
+    float base[DECADES], slope[DECADES];
+    /* by i: c = round(x * per + shift) */
+    float per[DECADES], shift[DECADES];
+    float least[DECADES]; /* of decade i; of decade 0: half the least value */
+} code_tables_t;
+
+#define TEN(n)          \
+    ((n) == 0    ? 1.0  \
+     : (n) == -1 ? 1e-1 \
+     : (n) == -2 ? 1e-2 \
+     : (n) == -3 ? 1e-3 \
+     : (n) == -4 ? 1e-4 \
+     : (n) == -5 ? 1e-5 \
+     : (n) == -6 ? 1e-6 \
+     : (n) == -7 ? 1e-7 \
+                 : 1e1)
+#define TWO(n) ((double)(1 << (n)))
+#define WHOLE(top) (1.0 - 0.45 / TWO(top)) /* the largest value is divided by this */
+#define BASE(i, top) \
+    (float)(TEN((i) - (top)) * (0.1 - 0.9 + 0.45 / TWO(i)) / WHOLE(top))
+#define SLOPE(i, top) (float)(TEN((i) - (top)) * 0.9 / TWO(i) / WHOLE(top))
+#define PER(i, top) (float)(TWO(i) * WHOLE(top) / (0.9 * TEN((i) - (top))))
+#define SHIFT(i) (float)(TWO(i) - TWO(i) / 9.0 - 0.5)
+/* half way from the largest value below to the first of decade i */
+#define LEAST(i, top) \
+    (float)(TEN((i) - (top)) * ((i) == 0 ? 0.275 : 0.1 + 0.18 / TWO(i)) / WHOLE(top))
+#define ROTATED(X, top) \
+    X(1, top)           \
+    , X(2, top)         \
+    , X(3, top)         \
+    , X(4, top)         \
+    , X(5, top)         \
+    , X(6, top)         \
+    , X(7, top)         \
+    , X(0, top)
+#define STRAIGHT(X, top) \
+    X(0, top)            \
+    , X(1, top)          \
+    , X(2, top)          \
+    , X(3, top)          \
+    , X(4, top)          \
+    , X(5, top)          \
+    , X(6, top)          \
+    , X(7, top)
+#define TABLES(top)                                                           \
+    {                                                                         \
+        .base = {ROTATED(BASE, top)},                                         \
+        .slope = {ROTATED(SLOPE, top)},                                       \
+        .per = {STRAIGHT(PER, top)},                                          \
+        .shift = {SHIFT(0), SHIFT(1), SHIFT(2), SHIFT(3), SHIFT(4), SHIFT(5), \
+                  SHIFT(6), SHIFT(7)},                                        \
+        .least = {STRAIGHT(LEAST, top)},                                      \
+    }
+
+static const code_tables_t m_tables = TABLES(M_TOP), v_tables = TABLES(V_TOP);
+
+/* Eight floats, looked up by the low three bits of each lane. */
+static inline vf
+table_load(const float *table)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_broadcast_f32x8(_mm256_loadu_ps(table));
+#else
+    return vf_load(table);
+#endif
+}
+
+VF_INLINE vf
+table_get(vf table, const float *memory, vi index)
+{
+#if defined(__AVX512F__)
+    (void)memory;
+    return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#elif defined(__AVX2__)
+    (void)memory;
+    return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)index);
+#else
+    (void)table;
+    vf out;
+    for (int i = 0; i < VF; i++) {
+        out[i] = memory[index[i] & 7];
+    }
+    return out;
+#endif
+}
+
+/* `count` bytes, widened; 0 in the other lanes. */
+VF_INLINE vi
+codes_get(const uint8_t *p, int64_t count)
+{
+#if defined(__AVX512F__)
+    __m128i bytes = count == VF
+                        ? _mm_loadu_si128((const __m128i *)(const void *)p)
+                        : _mm_maskz_loadu_epi8((__mmask16)((1u << count) - 1u), p);
+    return (vi)_mm512_cvtepu8_epi32(bytes);
+#elif defined(__AVX2__)
+    uint64_t word = 0;
+    memcpy(&word, p, (size_t)count);
+    return (vi)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)word));
+#else
+    vi out = {0};
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = p[i];
+    }
+    return out;
+#endif
+}
+
+VF_INLINE void
+codes_put(uint8_t *p, vi codes, int64_t count)
+{
+#if defined(__AVX512F__)
+    if (count == VF) {
+        _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)codes));
+    } else {
+        _mm512_mask_cvtepi32_storeu_epi8(p, (__mmask16)((1u << count) - 1u),
+                                         (__m512i)codes);
+    }
+#elif defined(__AVX2__)
+    __m128i words = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)codes),
+                                     _mm256_extracti128_si256((__m256i)codes, 1));
+    uint64_t word = (uint64_t)_mm_cvtsi128_si64(_mm_packus_epi16(words, words));
+    memcpy(p, &word, (size_t)count);
+#else
+    for (int64_t i = 0; i < count; i++) {
+        p[i] = (uint8_t)codes[i];
+    }
+#endif
+}
+
+VF_INLINE vf
+to_float(vi x)
+{
+    return __builtin_convertvector(x, vf);
+}
+
+/* Nearest integer, for 0 <= x < 2^22. */
+VF_INLINE vi
+to_nearest(vf x)
+{
+    const vf magic = vf_set(8388608.0f); /* 2^23: its low bits are the integer */
+    return (vi)(x + magic) & 0x1ff;
+}
+
+typedef struct decoder {
+    const code_tables_t *tables;
+    float base_memory[DECADES], slope_memory[DECADES]; /* times the scale */
+    vf base, slope;
+} decoder_t;
+
+VF_INLINE void
+decoder_init(decoder_t *d, const code_tables_t *tables, float scale)
+{
+    for (int i = 0; i < DECADES; i++) {
+        d->base_memory[i] = tables->base[i] * scale;
+        d->slope_memory[i] = tables->slope[i] * scale;
+    }
+    d->base = table_load(d->base_memory);
+    d->slope = table_load(d->slope_memory);
+}
+
+/* c in 0..255 */
+VF_INLINE vf
+decode(const decoder_t *d, vi c)
+{
+    vf x = to_float(c);
+    vi index = (vi)x >> 23;
+    vf value = vf_fma(table_get(d->slope, d->slope_memory, index), x,
+                      table_get(d->base, d->base_memory, index));
+    return vf_select(c != 0, value, vf_set(0));
+}
+
+typedef struct encoder {
+    const code_tables_t *tables;
+    vf per, shift;
+    vf inverse; /* of the scale; 0: the block is 0 */
+    int top;
+} encoder_t;
+
+/* 1 / scale would overflow: such numbers count as 0. */
+static const float least_scale = 0x1p-126f;
+
+VF_INLINE encoder_t
+encoder_of(const code_tables_t *tables, int top, float scale)
+{
+    return (encoder_t){
+        .tables = tables,
+        .per = table_load(tables->per),
+        .shift = table_load(tables->shift),
+        .inverse = vf_set(scale >= least_scale ? 1.0f / scale : 0.0f),
+        .top = top,
+    };
+}
+
+/* The nearest code above 0, for x in [0, 1]; the caller decides what becomes 0. */
+VF_INLINE vi
+encode(const encoder_t *e, vf x)
+{
+    vi decade = {0};
+    for (int i = 1; i <= e->top; i++) {
+        decade -= x >= vf_set(e->tables->least[i]);
+    }
+    vi c = to_nearest(vf_fma(x, table_get(e->per, e->tables->per, decade),
+                             table_get(e->shift, e->tables->shift, decade)));
+    /* the last value of a decade is also nearest to what lies a bit beyond it */
+    vi last = (((vi){0} + 2) << decade) - 1;
+    vi over = c > last;
+    return (c & ~over) | (last & over);
+}
+
+typedef struct adamw8bit_consts {
+    vf beta1, beta2, rest1, rest2, unbias1, unbias2, lr, eps, decay, grad_scale;
+} adamw8bit_consts_t;
+
+typedef struct fresh {
+    float m[BLOCK], v[BLOCK];
+    vf largest_m, largest_v;
+} fresh_t;
+
+VF_INLINE void
+update(const adamw8bit_consts_t *c, const decoder_t *dm, const decoder_t *dv,
+       const dcp_adamw8bit_args_t *args, int64_t at, int64_t j, fresh_t *fresh,
+       int64_t count)
+{
+    vi m_codes = codes_get(args->m + at, count);
+    vf m_sign = (vf)((m_codes & 0x80) << 24);
+    vf m0 = (vf)((vi)decode(dm, m_codes & 0x7f) ^ (vi)m_sign);
+    vf v0 = decode(dv, codes_get(args->v + at, count));
+    vf grad = vf_get(args->g + at, count) * c->grad_scale;
+    vf m1 = vf_fma(c->beta1, m0, c->rest1 * grad);
+    vf v1 = vf_fma(c->beta2, v0, c->rest2 * grad * grad);
+    vf w0 = vf_get(args->w + at, count);
+    vf step = (m1 * c->unbias1) / (vf_sqrt(v1 * c->unbias2) + c->eps);
+    vf_put(args->w + at, w0 - c->lr * vf_fma(c->decay, w0, step), count);
+    vf_store(fresh->m + j, m1);
+    vf_store(fresh->v + j, v1);
+    fresh->largest_m = vf_max(vf_abs(m1), fresh->largest_m);
+    fresh->largest_v = vf_max(v1, fresh->largest_v);
+}
+
+VF_INLINE void
+round_codes(const encoder_t *em, const encoder_t *ev, const dcp_adamw8bit_args_t *args,
+            int64_t at, int64_t j, const fresh_t *fresh, int64_t count)
+{
+    vf m = vf_load(fresh->m + j), x = vf_abs(m) * em->inverse;
+    vi sign = (vi)((vi)m >> 24) & 0x80;
+    vi keep = x >= vf_set(em->tables->least[0]);
+    codes_put(args->m + at, (encode(em, x) | sign) & keep, count);
+    vf v = vf_load(fresh->v + j) * ev->inverse;
+    vi c = encode(ev, v), none = c == 0;
+    codes_put(args->v + at, (c - none) & (v > vf_set(0)), count);
+}
+
+static void
+adamw8bit_block(const adamw8bit_consts_t *c, const dcp_adamw8bit_args_t *args,
+                int64_t block, int64_t at, int64_t count)
+{
+    fresh_t fresh = {.largest_m = vf_set(0), .largest_v = vf_set(0)};
+    decoder_t dm, dv;
+    decoder_init(&dm, &m_tables, args->m_scale[block]);
+    decoder_init(&dv, &v_tables, args->v_scale[block]);
+    int64_t j = 0;
+    for (; j + VF <= count; j += VF) {
+        update(c, &dm, &dv, args, at + j, j, &fresh, VF);
+    }
+    if (j < count) {
+        update(c, &dm, &dv, args, at + j, j, &fresh, count - j);
+    }
+    float m_scale = vf_max_across(fresh.largest_m);
+    float v_scale = vf_max_across(fresh.largest_v);
+    encoder_t em = encoder_of(&m_tables, M_TOP, m_scale);
+    encoder_t ev = encoder_of(&v_tables, V_TOP, v_scale);
+    for (j = 0; j + VF <= count; j += VF) {
+        round_codes(&em, &ev, args, at + j, j, &fresh, VF);
+    }
+    if (j < count) {
+        round_codes(&em, &ev, args, at + j, j, &fresh, count - j);
+    }
+    args->m_scale[block] = m_scale;
+    args->v_scale[block] = v_scale;
+}
+
+/* Blocks first .. last-1, row by row. */
+static void
+adamw8bit(const void *untyped, int64_t first, int64_t last)
+{
+    const dcp_adamw8bit_args_t *args = untyped;
+    adamw8bit_consts_t c = {
+        .beta1 = vf_set(args->beta1),
+        .beta2 = vf_set(args->beta2),
+        .rest1 = vf_set(1.0f - args->beta1),
+        .rest2 = vf_set(1.0f - args->beta2),
+        .unbias1 = vf_set(1.0f / args->bias1),
+        .unbias2 = vf_set(1.0f / args->bias2),
+        .lr = vf_set(args->lr),
+        .eps = vf_set(args->eps),
+        .decay = vf_set(args->decay),
+        .grad_scale = vf_set(args->grad_scale),
+    };
+    int64_t row_blocks = (args->width + BLOCK - 1) / BLOCK;
+    for (int64_t block = first; block < last; block++) {
+        int64_t start = block % row_blocks * BLOCK;
+        int64_t rest = args->width - start;
+        adamw8bit_block(&c, args, block, block / row_blocks * args->width + start,
+                        rest < BLOCK ? rest : BLOCK);
+    }
+}
+
+const adamw8bit_ops_t ISA_NAME(adamw8bit_ops) = {
+    .adamw8bit = adamw8bit,
+};
