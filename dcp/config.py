@@ -97,6 +97,7 @@ class CheckpointSettings:
     keep: int = 3
     asynchronous: bool = False
     copy_bytes: int = 256 * 10**6
+    init: str | None = None  # weights to start from
 
 
 @dataclass(frozen=True, kw_only=True)
