@@ -407,6 +407,24 @@ def test_footprints_add_up(optimizer: str) -> None:
         assert low <= state <= high
 
 
+def test_state_of_optimizers() -> None:
+    """One matrix of 300 x 200 and one vector of 64, on one rank."""
+    groups = group_tensors([("layers.0.w", (300, 200)), ("layers.0.b", (64,))])
+    buffers = plan_groups(groups, ranks=1)
+    blocks = 3 * 2  # Shampoo's, of 100 x 100
+    wanted = {
+        "adamw": 8 * 60064,
+        "adamw8bit": 2 * 60000 + 8 * 300 + 8 * 64,
+        "muon": 4 * 60000 + 8 * 64,
+        "shampoo": 8 * 60064 + blocks * 4 * 4 * 100 * 100,
+        "sgd": 4 * 60064,
+    }
+    assert list(wanted) == optimizer_names()
+    for name, count in wanted.items():
+        entry = footprints(groups, buffers, ranks=1, optimizer=name)[0]
+        assert entry.memory["optimizer"] == count
+
+
 def test_figures_of_no_optimizer() -> None:
     groups = group_tensors([("w", (8, 8))])
     with pytest.raises(dcp.ArgumentError, match="did you mean 'adamw'"):
