@@ -425,6 +425,24 @@ def test_state_of_optimizers() -> None:
         assert entry.memory["optimizer"] == count
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "shampoo"])
+def test_state_is_what_optimizers_make(name: str) -> None:
+    optimizers = {
+        "adamw": dcp.optim.AdamW,
+        "adamw8bit": dcp.optim.AdamW8bit,
+        "muon": dcp.optim.Muon,
+        "shampoo": dcp.optim.Shampoo,
+    }
+    groups, buffers, _ = planned(False, 1)
+    ours = footprints(groups, buffers, ranks=1, optimizer=name)[0]
+    with dcp.init("self") as world, dcp.fully_shard(config_of(False), world) as model:
+        model.set_optimizer(optimizers[name]())
+        runs = [run for kind, runs in model.shards().items() if kind != "weights" for run in runs]
+        made = sum(run.array.nbytes for run in runs)
+        del runs
+    assert ours.memory["optimizer"] == made
+
+
 def test_figures_of_no_optimizer() -> None:
     groups = group_tensors([("w", (8, 8))])
     with pytest.raises(dcp.ArgumentError, match="did you mean 'adamw'"):
