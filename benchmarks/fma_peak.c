@@ -1,6 +1,7 @@
-/* Rate of fused multiply-adds of one core, the bound of every product here.
+/* Rate of multiply-adds of one core, the bound of every product here.
  *
- * Prints "<name> <GFLOP/s>" for each vector width that this CPU has: the best of the
+ * Prints "<name> <GFLOP/s>" for each vector width that this CPU has, in fp32, and
+ * avx512bf16 for products of bf16 numbers summed in fp32: the best of the
  * repeats, each about 2 ms long, so that one of them falls between other jobs. Twelve
  * accumulators in named registers (written in assembly: a compiler that spills one
  * halves the figure) cover a latency of 4 cycles on 2 pipes. Built and run by the
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { INNER_COUNT = 200000, FMAS = 12 };
+enum { INNER_COUNT = 200000 };
 
 static double
 now_s(void)
@@ -23,12 +24,18 @@ now_s(void)
 }
 
 #if defined(__x86_64__)
-#define FMA_LINE(reg, n) "vfmadd231ps %%" reg "14, %%" reg "15, %%" reg #n "\n\t"
-#define FMA_LOOP(reg)                                                            \
-    "1:\n\t" FMA_LINE(reg, 0) FMA_LINE(reg, 1) FMA_LINE(reg, 2) FMA_LINE(reg, 3) \
-        FMA_LINE(reg, 4) FMA_LINE(reg, 5) FMA_LINE(reg, 6) FMA_LINE(reg, 7)      \
-            FMA_LINE(reg, 8) FMA_LINE(reg, 9) FMA_LINE(reg, 10)                  \
-                FMA_LINE(reg, 11) "dec %0\n\t jnz 1b\n\t vzeroupper\n\t"
+#define FMA(op, reg, n) op " %%" reg "14, %%" reg "15, %%" reg #n "\n\t"
+#define FMA_TWELVE(op, reg) \
+    FMA(op, reg, 0)         \
+    FMA(op, reg, 1)         \
+    FMA(op, reg, 2)         \
+    FMA(op, reg, 3)         \
+    FMA(op, reg, 4)         \
+    FMA(op, reg, 5)         \
+    FMA(op, reg, 6)         \
+    FMA(op, reg, 7) FMA(op, reg, 8) FMA(op, reg, 9) FMA(op, reg, 10) FMA(op, reg, 11)
+#define FMA_MORE(op, reg) FMA(op, reg, 12) FMA(op, reg, 13)
+#define LOOP(body) "1:\n\t" body "dec %0\n\t jnz 1b\n\t vzeroupper\n\t"
 
 #define CLOBBERS                                                                    \
     "cc", "memory", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", \
@@ -37,17 +44,27 @@ now_s(void)
 static void
 spin_ymm(int64_t count)
 {
-    __asm__ volatile(FMA_LOOP("ymm") : "+r"(count) : : CLOBBERS);
+    __asm__ volatile(LOOP(FMA_TWELVE("vfmadd231ps", "ymm")) : "+r"(count) : : CLOBBERS);
 }
 
 static void
 spin_zmm(int64_t count)
 {
-    __asm__ volatile(FMA_LOOP("zmm") : "+r"(count) : : CLOBBERS);
+    __asm__ volatile(LOOP(FMA_TWELVE("vfmadd231ps", "zmm")) : "+r"(count) : : CLOBBERS);
 }
 
 static void
-report(const char *name, void (*spin)(int64_t), int lanes, int repeats)
+spin_bf16(int64_t count)
+{
+    /* its latency is longer: two accumulators more */
+    __asm__ volatile(LOOP(FMA_TWELVE("vdpbf16ps", "zmm") FMA_MORE("vdpbf16ps", "zmm"))
+                     : "+r"(count)
+                     :
+                     : CLOBBERS, "xmm12", "xmm13");
+}
+
+static void
+report(const char *name, void (*spin)(int64_t), int products, int repeats)
 {
     double best_s = 1e9;
     for (int i = 0; i < repeats; i++) {
@@ -56,7 +73,7 @@ report(const char *name, void (*spin)(int64_t), int lanes, int repeats)
         double took_s = now_s() - start_s;
         best_s = took_s < best_s ? took_s : best_s;
     }
-    printf("%s %.1f\n", name, 2e-9 * FMAS * INNER_COUNT * lanes / best_s);
+    printf("%s %.1f\n", name, 2e-9 * INNER_COUNT * products / best_s);
 }
 #endif
 
@@ -67,10 +84,13 @@ main(int argc, char **argv)
     (void)repeats;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        report("avx2", spin_ymm, 8, repeats);
+        report("avx2", spin_ymm, 12 * 8, repeats);
     }
     if (__builtin_cpu_supports("avx512f")) {
-        report("avx512", spin_zmm, 16, repeats);
+        report("avx512", spin_zmm, 12 * 16, repeats);
+    }
+    if (__builtin_cpu_supports("avx512bf16")) {
+        report("avx512bf16", spin_bf16, 14 * 32, repeats);
     }
 #endif
     return 0;

@@ -27,14 +27,17 @@ def _probe() -> Path | None:
     return binary
 
 
-def fma_peak_gflops(isa: str | None = None, repeats: int = 20) -> float:
-    """Fused multiply-adds of one core with the vectors of an instruction set; best of a few."""
+def fma_peak_gflops(isa: str | None = None, repeats: int = 20, compute: str = "float32") -> float:
+    """Multiply-adds of one core with the vectors of an instruction set; best of a few."""
+    isa = isa or _dcp.cpu_info()["isa"]
+    if isa == "avx512bf16" and compute == "float32":
+        isa = "avx512"
     binary = _probe()
     if binary is None:
         return float("nan")
     out = subprocess.run([str(binary), str(repeats)], capture_output=True, text=True, check=True)
     rates = dict(line.split() for line in out.stdout.splitlines())
-    return float(rates.get(isa or _dcp.cpu_info()["isa"], "nan"))
+    return float(rates.get(isa, "nan"))
 
 
 def copy_bytes_per_s(size: int = 1 << 26, repeats: int = 9) -> float:

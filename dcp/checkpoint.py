@@ -11,9 +11,9 @@ may have a dtype and, by tensor, shapes of their own (scales of blocks, precondi
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,21 @@ import numpy as np
 
 from dcp import _dcp
 from dcp import checkpoint_format as form
+from dcp.checkpoint_async import AsyncSaver, SaveTimes
 from dcp.checkpoint_exchange import convert_index, export_index
 from dcp.checkpoint_folder import is_foreign, is_used, latest, resolve
 from dcp.checkpoint_foreign import open_foreign
-from dcp.checkpoint_format import DTYPES, Array, Index, Kind, Shape
+from dcp.checkpoint_format import DTYPES, Array, Index
+from dcp.checkpoint_match import (
+    Loaded,
+    Rename,
+    check_kind,
+    compare_configs,
+    compare_shapes,
+    match_tensors,
+    names_here,
+    wanted_names,
+)
 from dcp.checkpoint_reader import Reader, Request
 from dcp.checkpoint_writer import (
     KindShapes,
@@ -38,10 +49,15 @@ from dcp.checkpoint_writer import (
     parts_of,
     plain,
     plain_shapes,
+    together,
 )
 
 __all__ = [
+    "AsyncSaver",
+    "Loaded",
     "Run",
+    "SaveTimes",
+    "compare_configs",
     "convert",
     "export",
     "gather",
@@ -56,17 +72,7 @@ __all__ = [
 ]
 
 
-@contextmanager
-def _together(world: World | None, what: str) -> Iterator[None]:
-    """A failure on one rank ends the others' waits; errors of files become dcp.FileError."""
-    try:
-        yield
-    except BaseException as error:
-        if world is not None and world.size > 1:
-            world.abort(f"{what} failed on rank {world.rank}: {error}")
-        if isinstance(error, OSError) and not isinstance(error, _dcp.Error):
-            raise _dcp.FileError(f"{what} failed: {error}") from error
-        raise
+_logger = logging.getLogger("dcp")
 
 
 def save(
@@ -129,7 +135,7 @@ def save(
     ...     print(path.name, checkpoint.load(path, shards=shards, shapes={"w": (2, 3)}))
     step-00000012 {'epoch': 1}
     """
-    with _together(world, f"saving step {step} in {folder}"):
+    with together(world, f"saving step {step} in {folder}"):
         names = plain_shapes(shapes)
         saving = Saving(
             folder,
@@ -166,49 +172,6 @@ def _open(path: str | os.PathLike[str]) -> Index:
     return index
 
 
-def _compare_configs(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    for key in sorted(there.keys() | here.keys()):
-        if there.get(key) != here.get(key):
-            raise _dcp.ArgumentError(
-                f"{path} is a checkpoint of another model: {key} is {there.get(key)!r} there "
-                f"and {here.get(key)!r} here"
-            )
-
-
-def _compare_shapes(path: Path, there: Mapping[str, Shape], here: Mapping[str, Shape]) -> None:
-    for name in [*here, *(name for name in there if name not in here)]:
-        if there.get(name) != here.get(name):
-            values = (f"has shape {s[name]}" if name in s else "is missing" for s in (there, here))
-            raise _dcp.ArgumentError(
-                f"{path} is a checkpoint of another model: {name} {next(values)} there "
-                f"and {next(values)} here"
-            )
-
-
-def _check_kind(index: Index, kind: str) -> None:
-    if kind not in index.kinds:
-        raise _dcp.FileError(
-            f"{index.path} holds no {kind}, only {', '.join(index.kinds) or 'nothing'}"
-        )
-
-
-def _compare_kinds(index: Index, here: Mapping[str, Kind]) -> None:
-    for kind, (dtype, shapes) in here.items():
-        _check_kind(index, kind)
-        there = index.kinds[kind]
-        for name, shape in shapes.items():
-            if name not in there.shapes:
-                if prod(shape) > 0:
-                    raise _dcp.FileError(f"{index.path} holds no {kind} of {name}")
-            elif there.shapes[name] != shape:
-                raise _dcp.ArgumentError(
-                    f"{index.path}: {kind} of {name} has shape {there.shapes[name]} there and "
-                    f"{shape} here"
-                )
-        if None not in (dtype, there.dtype) and dtype != there.dtype:
-            raise _dcp.DTypeError(f"{index.path}: {kind} is {there.dtype} there and {dtype} here")
-
-
 def load(
     path: str | os.PathLike[str],
     *,
@@ -217,28 +180,40 @@ def load(
     config: Any = None,
     world: World | None = None,
     kind_shapes: KindShapes | None = None,
-) -> dict[str, Any]:
+    partial: bool | Sequence[str] = False,
+    rename: Rename | None = None,
+) -> Loaded:
     """Fills this rank's shards from a checkpoint of any number of ranks.
 
     Parameters
     ----------
     path : path
-        The checkpoint, or the folder of a run: its newest whole one.
+        The checkpoint, or the folder of a run: its newest whole one. Also a folder of Hugging
+        Face's, or a safetensors file: weights without checksums.
     shards : mapping of str to sequence of Run
         What this rank holds; the arrays are written. Kinds that are not asked for are not read.
     shapes : mapping of str to shape
         All tensors of the model.
     config : mapping or dataclass, optional
-        Compared with what was saved.
+        Compared with what was saved: a field that decides what the model computes must be equal;
+        dropout, compute_dtype, initializer_range and max_position_embeddings may differ, and the
+        logger says so.
     world : World, optional
         Its ranks load together: none returns before all are done, and a failure ends all.
     kind_shapes : mapping of str to mapping of str to shape, optional
         As for :func:`save`.
+    partial : bool or sequence of str, optional
+        True: fill what the checkpoint has, leave the rest as it is. Patterns (``*norm*``): of the
+        tensors here whose names match. What is filled must have its shape. By default all of both
+        must be there.
+    rename : mapping or callable, optional
+        Names in the checkpoint to names here. A mapping leaves other names as they are; a
+        callable may return None for a tensor that is not to be loaded.
 
     Returns
     -------
-    dict
-        The ``state`` that was saved.
+    Loaded
+        The ``state`` that was saved, with what was ``loaded``, ``missing`` and ``unexpected``.
 
     Raises
     ------
@@ -246,31 +221,52 @@ def load(
         If a file is missing, truncated or damaged, pieces are missing or come twice, or a kind is
         not there. The arrays are undefined then.
     dcp.ArgumentError, dcp.DTypeError
-        If it is a checkpoint of another model: names what differs, with both values.
+        If it is a checkpoint of another model: names what differs, with both values. If a pattern
+        or a name of `rename` is nowhere, or two become one.
 
     Examples
     --------
-    See :func:`save`.
+    >>> import numpy as np, tempfile
+    >>> from safetensors.numpy import save_file
+    >>> from dcp import checkpoint
+    >>> there, here = np.ones(3, np.float32), np.zeros(3, np.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"old": there, "more": there}, folder + "/a.safetensors")
+    ...     done = checkpoint.load(folder + "/a.safetensors", shapes={"w": (3,), "b": (3,)},
+    ...                            shards={"weights": [checkpoint.Run("w", 0, here)]},
+    ...                            rename={"old": "w"}, partial=True)
+    >>> here.tolist(), done.loaded, done.missing, done.unexpected
+    ([1.0, 1.0, 1.0], {'weights': ['w']}, {'weights': ['b']}, {'weights': ['more']})
     """
-    with _together(world, f"loading {path}"):
+    with together(world, f"loading {path}"):
         index = _open(path)
         here = plain_shapes(shapes)
         held = held_kinds(shards, here, kind_shapes, writable=True)
+        strict = partial is False
         if config is not None:
-            _compare_configs(index.path, index.config, plain(config, "config"))
-        _compare_shapes(index.path, index.shapes, here)
-        _compare_kinds(index, held)
+            mine = plain(config, "config")
+            notices = compare_configs(index.path, index.config, mine, partial=not strict)
+            for notice in notices if world is None or world.rank == 0 else ():
+                _logger.warning("%s", notice)
+        names = names_here(index, rename)
+        if strict:
+            there = {new: index.shapes[old] for new, old in names.items()}
+            compare_shapes(index.path, there, here)
+        result = Loaded(index.state)
+        wanted = wanted_names(here, partial)
+        match_tensors(index, held, here, names=names, wanted=wanted, strict=strict, result=result)
         with Reader(index) as reader:
             reader.read(
                 [
-                    Request(kind, run.name, int(run.first), run.array)
+                    Request(kind, names[run.name], int(run.first), run.array)
                     for kind, runs in shards.items()
                     for run in runs
+                    if run.name in wanted and run.name in names
                 ]
             )
         if world is not None:
             world.barrier()
-    return index.state
+    return result
 
 
 def show(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -280,8 +276,10 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
     -------
     dict
         ``path``, ``step``, ``world``, ``bytes``, ``tensors`` (name, shape, kinds of each; where a
-        kind has another shape, ``kind_shapes``), ``kinds`` (dtype, elements, tensors of each),
-        ``files`` (name, bytes of each), ``config``, ``state``.
+        kind has another shape, ``kind_shapes``), ``kinds`` (dtype as the files say it, elements,
+        tensors of each), ``dtypes`` (of each kind's arrays), ``kind_shapes`` (kind to tensor to
+        shape, where it is not the tensor's), ``files`` (name, bytes of each), ``config``,
+        ``state``.
 
     Raises
     ------
@@ -295,7 +293,7 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"reading {path}"):
+    with together(None, f"reading {path}"):
         index = _open(path)
     return {
         "path": str(index.path),
@@ -310,6 +308,16 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
                 "tensors": len(held.shapes),
             }
             for kind, held in index.kinds.items()
+        },
+        "dtypes": {
+            kind: DTYPES[held.dtype].name
+            for kind, held in index.kinds.items()
+            if held.dtype is not None
+        },
+        "kind_shapes": {
+            kind: other
+            for kind, held in index.kinds.items()
+            if (other := {n: list(s) for n, s in held.shapes.items() if s != index.shapes[n]})
         },
         "files": [{"name": file.name, "bytes": file.bytes} for file in index.files],
         "config": index.config,
@@ -340,7 +348,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"verifying {path}"):
+    with together(None, f"verifying {path}"):
         index = _open(path)
         with Reader(index) as reader:
             reader.verify()
@@ -370,11 +378,11 @@ def gather(
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"reading {path}"):
+    with together(None, f"reading {path}"):
         index = _open(path)
         kinds = list(index.kinds) if kinds is None else list(kinds)
         for kind in kinds:
-            _check_kind(index, kind)
+            check_kind(index, kind)
         with Reader(index) as reader:
             for kind in kinds:
                 dtype, shapes = index.kinds[kind]
@@ -428,9 +436,9 @@ def read(
     ...     checkpoint.read(folder + "/a.safetensors", "w", first=2, count=3).tolist()
     [1.0, 1.0, 1.0]
     """
-    with _together(None, f"reading {path}"):
+    with together(None, f"reading {path}"):
         index = _open(path)
-        _check_kind(index, kind)
+        check_kind(index, kind)
         dtype, shapes = index.kinds[kind]
         if name not in shapes:
             raise _dcp.FileError(f"{index.path} holds no {kind} of {name}")
@@ -488,7 +496,7 @@ def export(
     ...     checkpoint.export(folder + "/model", folder + "/half", dtype="bfloat16")
     {'files': ['model.safetensors'], 'bytes': 1488}
     """
-    with _together(None, f"exporting {path}"):
+    with together(None, f"exporting {path}"):
         index = _open(path)
         return export_index(index, Path(out), max_shard_bytes=max_shard_bytes, dtype=dtype)
 
@@ -534,7 +542,7 @@ def convert(
     ...     checkpoint.show(path)["world"], path.name
     (2, 'step-00000000')
     """
-    with _together(None, f"converting {path}"):
+    with together(None, f"converting {path}"):
         if is_used(out):
             raise _dcp.ArgumentError(f"{out} holds checkpoints already: name another folder")
         index = _open(path)

@@ -23,6 +23,7 @@ __all__ = ["Advice", "text_of", "ways_out"]
 ENOUGH = 0.05  # padding above it is worth advice; a way out ends below it if any does
 _MOST_LAYERS = 16
 _MOST_DIVISORS = 16
+_MOST_REPLICAS = 4096
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def _sizes(layout: Layout) -> tuple[list[int], list[int]]:
 
 def _hybrid(layout: Layout) -> Advice | None:
     sizes, blocks = _sizes(layout)
-    divisors = [r for r in range(layout.ranks // 2, 0, -1) if layout.ranks % r == 0]
+    most = min(layout.ranks, _MOST_REPLICAS)
+    divisors = [layout.ranks // k for k in range(2, most + 1) if layout.ranks % k == 0]
     best: Advice | None = None
     for ranks in divisors[:_MOST_DIVISORS]:
         if ranks == 1:  # replicas of everything are no sharding

@@ -27,7 +27,8 @@ from dcp.layout_blocks import BlockRule, Tile, blocks_of, tiles_of, whole_number
 __all__ = ["ITEM_BYTES", "Buffer", "TensorGroup", "group_tensors", "is_layer", "plan_groups"]
 
 SPLIT_ABOVE = 0.01  # padding of a group above which one buffer a row length is tried ...
-SPLIT_GAIN = 0.5  # ... and taken if it leaves at most so much of it
+SPLIT_GAIN = 0.5  # ... and taken if it leaves at most so much of it,
+MUCH, MUCH_GAIN = 0.03, 0.9  # or of much padding at most so much: more buffers, more collectives
 
 ITEM_BYTES = {
     "bool": 1,
@@ -52,7 +53,7 @@ ITEM_BYTES = {
 Tensors = Mapping[str, Sequence[int]] | Iterable[tuple[Any, ...]]
 By = str | int | Callable[[str], str] | Sequence[tuple[str, Sequence[str]]]
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.\d+(?=\.)")
+_LAYER = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.\d+(?=\.)")
 
 
 def is_layer(group: str) -> bool:
@@ -317,7 +318,7 @@ def plan_groups(
         Bytes of the smallest item that shares a layout; 1 by default, for 8-bit optimizer state.
     split_above : float, optional
         Padding of a group above which one buffer a row length is tried; taken if that leaves at
-        most half. Infinite: never.
+        most half, of more than 3% at most nine tenths. Infinite: never.
     on_progress : callable, optional
         Called with the groups planned and the groups to plan.
 
@@ -420,7 +421,7 @@ class _Planner:
         tiles: dict[str, Tile],
         split_above: float,
     ) -> list[Part]:
-        """One buffer, or several that hold the same with at most half the padding."""
+        """One buffer, or several that hold the same with much less padding."""
 
         def one(names: Iterable[str]) -> Layout:
             return layout_of(
@@ -439,9 +440,9 @@ class _Planner:
         if len(parts) < 2:
             return [(whole, ())]
         split = [(one(names), rows) for rows, names in parts.items()]
-        if _shards(split) * self.ranks - whole.used_elements > SPLIT_GAIN * (
-            whole.ranks * whole.shard_elements - whole.used_elements
-        ):
+        used = whole.used_elements
+        left = (_shards(split) * self.ranks - used) / (whole.shard_elements * self.ranks - used)
+        if left > (MUCH_GAIN if whole.padding > MUCH else SPLIT_GAIN):
             return [(whole, ())]
         return _put_together(split, list(shapes), one)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dcp.layout import Layout
     from dcp.layout_groups import Buffer
 
-__all__ = ["draw_layout", "draw_model", "kind_of"]
+__all__ = ["draw_curves", "draw_layout", "draw_model", "kind_of"]
 
 _COLOURS = {
     "embedding": "#4c78a8",
@@ -101,7 +101,7 @@ def draw_layout(layout: Layout, *, ax: Any = None, title: str | None = None) -> 
     for y, rank in enumerate(rows):
         if rank is not None:
             _draw_rank(ax, layout, rank, y, colour, widest)
-    _label(ax, layout, widest)
+    _label(ax, layout, widest, colour)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set_xlim(0, max(1, layout.shard_elements))
     _rank_axis(ax, rows)
@@ -174,6 +174,11 @@ def _colours(layout: Layout) -> dict[str, tuple[str, str, Any]]:
     return found
 
 
+def _dark(colour: str) -> bool:
+    red, green, blue = bytes.fromhex(colour[1:])
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 140
+
+
 def _lighter(colour: str) -> str:
     parts = bytes.fromhex(colour[1:])
     return "#" + bytes(round(c + 0.28 * (255 - c)) for c in parts).hex()
@@ -214,14 +219,21 @@ def _draw_rank(
     ax.broken_barh([(0, shard)], (y - 0.4, 0.8), facecolor="none", edgecolor="0.45", linewidth=0.5)
 
 
-def _label(ax: Any, layout: Layout, widest: dict[str, tuple[int, float, int]]) -> None:
+def _label(
+    ax: Any,
+    layout: Layout,
+    widest: dict[str, tuple[int, float, int]],
+    colour: dict[str, tuple[str, str, Any]],
+) -> None:
     """The name of a tensor in its widest piece, where it fits."""
     if len(layout.shapes) > 3 * _MOST_NAMES:
         return
     for name, (count, middle, y) in widest.items():
         text = ".".join(name.removesuffix(".weight").split(".")[-2:])
         if count > 0.016 * len(text) * layout.shard_elements:
-            ax.text(middle, y, text, ha="center", va="center", fontsize=7, color="white")
+            _, base, shade = colour[name]
+            ink = "white" if shade == base and _dark(base) else "0.15"
+            ax.text(middle, y, text, ha="center", va="center", fontsize=7, color=ink)
 
 
 def draw_model(
@@ -235,7 +247,7 @@ def draw_model(
     Parameters
     ----------
     plans : iterable of (ranks, rows, buffers)
-        The buffer that is drawn is the largest over the fewest ranks, with the most rows.
+        The buffer that is drawn is a layer's largest, over the fewest ranks, with most rows.
     curves : iterable of (label, points)
         Points are (ranks, padding). Labels of peers are not of the form "... row" or "... rows".
     title : str
@@ -257,9 +269,11 @@ def draw_model(
     >>> len(figure.axes)
     2
     """
+    from dcp.layout_groups import is_layer
+
     plt = _pyplot()
     ranks, rows, buffers = min(plans, key=lambda plan: (plan[0], -plan[1]))
-    buffer = max(buffers, key=lambda b: b.layout.used_elements)
+    buffer = max(buffers, key=lambda b: (is_layer(b.group), b.layout.used_elements))
     drawn = len(_drawn_ranks(ranks))
     height = max(4.6, 1.4 + 0.13 * drawn)
     figure, (left, right) = plt.subplots(
@@ -268,16 +282,45 @@ def draw_model(
     blocks = "1 row" if rows == 1 else f"{rows} rows"
     text = f"{buffer.name}, {ranks:,} ranks, blocks of {blocks}: padding {_share(buffer.layout)}"
     draw_layout(buffer.layout, ax=left, title=text)
-    _draw_curves(right, list(curves))
+    draw_curves(curves, ax=right)
     if title:
         figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     return figure
 
 
-def _draw_curves(ax: Any, curves: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> None:
+def draw_curves(
+    curves: Iterable[tuple[str, Sequence[tuple[int, float]]]], *, ax: Any = None
+) -> Any:
+    """Draw padding over ranks.
+
+    Parameters
+    ----------
+    curves : iterable of (label, points)
+        As `draw_model` takes them. What pads less than 0.01% is drawn there.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; a new figure otherwise.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    dcp.UnsupportedError
+        matplotlib is not installed.
+
+    Examples
+    --------
+    >>> ax = draw_curves([("1 row", [(8, 0.001), (64, 0.01)]), ("FSDP2", [(8, 0.0), (64, 0.5)])])
+    >>> [text.get_text() for text in ax.get_legend().get_texts()]
+    ['dcp, 1 row', 'FSDP2']
+    """
+    plt = _pyplot()
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    least = 1e-4
+    if ax is None:
+        ax = plt.subplots(figsize=(9, 4.4), layout="constrained")[1]
+    curves, least = list(curves), 1e-4
     ours = [label for label, _ in curves if label.split()[-1] in ("row", "rows")]
     peers = {"FSDP2": ("#c0392b", "--"), "Megatron, at least": ("#7d6608", ":")}
     for label, points in curves:
@@ -302,10 +345,12 @@ def _draw_curves(ax: Any, curves: Sequence[tuple[str, Sequence[tuple[int, float]
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_ylim(0.7 * least, 8 * max(ax.get_ylim()[1], 1.0))
     ax.set_xlabel("ranks")
+    ax.set_ylabel("padding")
     ax.set_title("padding of the whole model", loc="left", fontsize=10)
     ax.grid(color="0.92", zorder=0)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    return ax
 
 
 def _percent(share: float, least: float) -> str:

@@ -51,7 +51,9 @@ SYSTEMS = ("dcp", "fsdp2", "megatron", "zero3")
 
 _MAIN = 4  # bytes of a main weight and of a summed gradient
 _LIVE, _PREFETCH, _BUCKET, _PERSISTENT = 10**9, 5 * 10**7, 5 * 10**8, 10**5  # ZeRO-3, elements
-_NO_MATRIX = ("*embed*", "*lm_head*", "*wte*", "*wpe*")  # AdamW's even where Muon does matrices
+# matrices that are AdamW's even where Muon or Shampoo does matrices
+_TOKENS = ("*embed*", "*lm_head*", "*wte*", "*wpe*", "output.weight")
+_SHAMPOO_BLOCK = 128
 
 
 def _adamw(name: str, shape: tuple[int, ...]) -> float:
@@ -64,16 +66,31 @@ def _adamw8bit(name: str, shape: tuple[int, ...]) -> float:
     return 8.0 * size if size < 4096 else 2.0 * size + 8.0 * -(-size // 256)
 
 
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and not any(fnmatch.fnmatchcase(name, p) for p in _TOKENS)
+
+
 def _muon(name: str, shape: tuple[int, ...]) -> float:
     """Momentum of matrices, AdamW's two of the rest."""
-    other = len(shape) < 2 or any(fnmatch.fnmatchcase(name, p) for p in _NO_MATRIX)
-    return (8.0 if other else 4.0) * math.prod(shape)
+    return (4.0 if _is_matrix(name, shape) else 8.0) * math.prod(shape)
+
+
+def _shampoo(name: str, shape: tuple[int, ...]) -> float:
+    """AdamW's two; of matrices two statistics and their roots a block, left and right."""
+    size = math.prod(shape)
+    if not _is_matrix(name, shape) or size == 0:
+        return 8.0 * size
+    down, across = (-(-n // _SHAMPOO_BLOCK) for n in shape[-2:])
+    left, right = -(-shape[-2] // down), -(-shape[-1] // across)
+    blocks = math.prod(shape[:-2]) * down * across
+    return 8.0 * size + 8.0 * blocks * (left * left + right * right)
 
 
 _OPTIMIZERS: dict[str, Callable[[str, tuple[int, ...]], float]] = {
     "adamw": _adamw,
     "adamw8bit": _adamw8bit,
     "muon": _muon,
+    "shampoo": _shampoo,
     "sgd": lambda name, shape: 4.0 * math.prod(shape),  # momentum
 }
 
@@ -188,6 +205,7 @@ def footprints(
     compute_bytes: int = 2,
     reduce_bytes: int = 4,
     micro_batches: int = 1,
+    tied: bool = False,
 ) -> list[Footprint]:
     """Memory and traffic of one rank under every system of `SYSTEMS`.
 
@@ -208,6 +226,8 @@ def footprints(
         Of a gradient that the other systems sum; dcp sums fp32.
     micro_batches : int
         Of a rank in a step; every one gathers and reduces.
+    tied : bool
+        The first group, the embedding, is also the head's weight.
 
     Returns
     -------
@@ -243,7 +263,7 @@ def footprints(
         sum(state_of(name, shape) for g in groups for name, shape in g.shapes.items()),
     )
     peers = [_peer(groups, world, system) for system in ("fsdp2", "megatron")]
-    return [_dcp(groups, held, world), *peers, _zero3(groups, world)]
+    return [_dcp(groups, held, world, tied), *peers, _zero3(groups, world)]
 
 
 def dcp_traffic(
@@ -272,10 +292,30 @@ def dcp_traffic(
     (160, 96)
     """
     ahead, layers, last = padded[0], sum(padded[1:-1]), padded[-1] if len(padded) > 1 else 0
-    gathers = micro_batches * (2 * layers + last) + (1 if tied else micro_batches) * ahead
+    gathers = micro_batches * (2 * layers + last + ahead)
+    if tied:  # it has a place of its own, so the first layer stays for the next micro-batch
+        gathers -= (micro_batches - 1) * (ahead + (padded[1] if len(padded) > 2 else 0))
     reductions = sum(padded) * (micro_batches if reduce == "layer" else 1)
     share = [n // ranks * (ranks - 1) for n in (gathers, reductions)]
     return share[0] * compute_bytes, share[1] * _MAIN
+
+
+def has_tied_head(groups: Sequence[TensorGroup]) -> bool:
+    """Whether a model with an embedding has no weight of its own for the head.
+
+    Examples
+    --------
+    >>> from dcp.layout import group_tensors
+    >>> from dcp.layout_models import model_tensors
+    >>> [has_tied_head(group_tensors(model_tensors(n))) for n in ("gpt2-large", "llama-3-8b")]
+    [True, False]
+    """
+    names = [name for group in groups for name in group.shapes]
+    heads = ("lm_head", "embed_out", "output.weight")
+    embeddings = ("embed", "wte")
+    return any(e in name for name in names for e in embeddings) and not any(
+        h in name for name in names for h in heads
+    )
 
 
 def _held(groups: Sequence[TensorGroup], buffers: Sequence[Buffer]) -> list[int]:
@@ -296,16 +336,18 @@ def _held(groups: Sequence[TensorGroup], buffers: Sequence[Buffer]) -> list[int]
     return list(padded.values())
 
 
-def _dcp(groups: Sequence[TensorGroup], held: list[int], world: _World) -> Footprint:
-    used, largest = sum(group.elements for group in groups), max(held, default=0)
-    memory = world.memory(
-        used, sum(held), _MAIN, _MAIN, world.compute * largest, _MAIN * largest, 0
-    )
+def _dcp(groups: Sequence[TensorGroup], held: list[int], world: _World, tied: bool) -> Footprint:
+    """One place serves all groups, one after the other; a tied embedding has its own."""
+    used = sum(group.elements for group in groups)
+    places = max(held[1:], default=0) + held[0] if tied else max(held, default=0)
+    compute, gradients = world.compute * places, _MAIN * places
+    memory = world.memory(used, sum(held), _MAIN, _MAIN, compute, gradients, 0)
     gathered, reduced = dcp_traffic(
         held or [0],
         ranks=world.ranks,
         compute_bytes=world.compute,
         micro_batches=world.micro_batches,
+        tied=tied,
     )
     return Footprint("dcp", memory, gathered, reduced)
 

@@ -255,7 +255,8 @@ class ShardedTensors:
             self._parts.append(_Part(self, [t for t in stored if t.name in self._frozen], False))
         self._part_of = {name: part for part in self._parts for name in part.index}
         self._ignored = {t.name: t.whole(init) for t in given if t.name in self._left_alone}
-        self._fresh: set[int] = set()
+        self._fresh: set[int] = set()  # gathered since the weights changed
+        self._in_use: set[int] = set()  # gathered and not released
         self._reduced = False
         self._touched: set[int] = set()
         self._gather_order: list[int] = []
@@ -386,6 +387,7 @@ class ShardedTensors:
                 if number in part.groups and part.whole is not self._shared_weights(part):
                     part.whole.gather(part.groups[number], part.source)
             self._fresh.add(number)
+        self._in_use.add(number)
         return self._views(number)
 
     def _shared_weights(self, part: _Part) -> Any:
@@ -412,6 +414,7 @@ class ShardedTensors:
         if self.windows:
             return
         self._fresh.discard(number)
+        self._in_use.discard(number)
         for part in self._parts:
             if number in part.groups:
                 part.whole.release(part.groups[number])
@@ -420,9 +423,9 @@ class ShardedTensors:
         """Declare the order in which groups will be gathered, and gather ahead. Collective.
 
         From then on `gather` follows it, again from its start where it ends; while a group is
-        used, a thread gathers the `depth` next ones, none beyond the end of the order. `step`
-        starts it anew. An empty order ends this. With windows nothing needs to be gathered ahead,
-        and any order is accepted.
+        used, a thread gathers the `depth` next ones, none beyond the end of the order and none that
+        is in use. `step` starts it anew. An empty order ends this. With windows nothing needs to be
+        gathered ahead, and any order is accepted.
 
         Raises
         ------
@@ -461,9 +464,15 @@ class ShardedTensors:
                 f"group {self._group_names[number]!r} is not the next of the declared order: that "
                 f"is {self._group_names[expected]!r}"
             )
-        while len(self._pending) < 1 + self._depth and self._next < len(self._gather_order):
+        if not self._pending:
             self._begin_next()
         self._pending.popleft()
+        self._in_use.add(number)
+        while len(self._pending) < self._depth and self._next < len(self._gather_order):
+            following = self._gather_order[self._next]
+            if following in self._in_use or following in self._pending:
+                break  # its memory is in use, and given back before
+            self._begin_next()
         for part in self._parts:
             if number in part.groups:
                 part.whole.gather_wait(part.groups[number])

@@ -14,10 +14,11 @@
 enum {
     BLOCK_BYTES = 64,              /* alloc.h's header before each block */
     OBJECT_BYTES = 1024,           /* queue and the headers of all single blocks */
-    GEMM_DEPTH = 704,              /* most rows of a slab of B, */
+    GEMM_DEPTH = 704,              /* most rows of a slab of B, words of 4 bytes, */
     GEMM_SLAB_BYTES = 4096 * 1024, /* most bytes of one, */
     GEMM_PANEL = 64,               /* its columns are a multiple of at most this */
-    GEMM_CHUNK_ROWS = 96,          /* of a packed op(A) */
+    GEMM_CHUNK_ROWS = 96,          /* of a packed op(A), */
+    GEMM_TILE_ROWS = 12,           /* a multiple of at most this */
     ATTENTION_SEGMENT_KEYS = 480,  /* keys of a segment, */
     ATTENTION_SEGMENT_COUNT = 16,  /* most segments of a sequence; then they grow */
     ATTENTION_ROWS = 6,            /* a segment is a multiple of */
@@ -67,15 +68,24 @@ attention_scratch_bytes(const dcp_transformer1d_config_t *config, int64_t keys)
 }
 
 /* Scratch of a worker in a weight's gradient dy^T x: only there is B not packed once a
- * step. `width` is the widest x. */
+ * step. `width` is the widest x. With bf16 factors every product packs its A, also one
+ * of few rows and many columns. */
 static int64_t
-gemm_scratch_bytes(int64_t token_count, int64_t width)
+gemm_scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
+                   int64_t width)
 {
+    int64_t float_bytes = (int64_t)sizeof(float);
     int64_t depth = smaller((token_count + 15) / 16 * 16, GEMM_DEPTH);
     int64_t columns = (width + GEMM_PANEL - 1) / GEMM_PANEL * GEMM_PANEL;
-    int64_t float_bytes = (int64_t)sizeof(float);
-    return GEMM_CHUNK_ROWS * depth * float_bytes + BLOCK_BYTES
-           + smaller(columns * depth * float_bytes, GEMM_SLAB_BYTES);
+    int64_t weight = GEMM_CHUNK_ROWS * depth * float_bytes + BLOCK_BYTES
+                     + smaller(columns * depth * float_bytes, GEMM_SLAB_BYTES);
+    if (config->compute_dtype == DCP_F32) {
+        return weight;
+    }
+    int64_t rows = smaller(token_count + GEMM_TILE_ROWS - 1, GEMM_CHUNK_ROWS);
+    int64_t widest = larger(width, config->vocab_size);
+    int64_t words = smaller((widest + 15) / 16 * 16, GEMM_DEPTH);
+    return larger(weight, rows * words * float_bytes + BLOCK_BYTES);
 }
 
 /* Sequences that attention's backward pass may cut into segments: those with more than
@@ -109,7 +119,7 @@ scratch_bytes(const dcp_transformer1d_config_t *config, int64_t token_count,
     int64_t width =
         larger(larger(config->hidden_size, q_width), config->intermediate_size);
     int64_t sums = SUM_BLOCKS * width * float_bytes;
-    int64_t every = larger(gemm_scratch_bytes(token_count, width), attention);
+    int64_t every = larger(gemm_scratch_bytes(config, token_count, width), attention);
     return thread_count * (every + BLOCK_BYTES)
            + larger(0, larger(sums, attention + shared) - every);
 }

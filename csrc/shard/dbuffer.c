@@ -164,9 +164,10 @@ static dcp_status_t
 fill(dcp_dbuffer_t *buffer)
 {
     void *memory;
-    DCP_TRY(dcp_alloc_array(DBUFFER_SQUARES, (int64_t)sizeof(double), "row squares",
-                            &memory));
-    buffer->squares = memory;
+    DCP_TRY(dcp_alloc_array(DBUFFER_PARTS, (int64_t)sizeof(dbuffer_norm_part_t),
+                            "parts of a norm", &memory));
+    buffer->norm_parts = memory;
+    DCP_TRY(dcp_pool_create(1, &buffer->inline_pool));
     DCP_TRY(dcp_alloc_array(buffer->rank_count, (int64_t)sizeof(int64_t),
                             "counts of a group", &memory));
     buffer->counts = memory;
@@ -232,7 +233,8 @@ dcp_dbuffer_destroy(dcp_dbuffer_t *buffer)
     dcp_free(buffer->counts);
     dcp_free(buffer->piece_firsts);
     dcp_free(buffer->pieces);
-    dcp_free(buffer->squares);
+    dcp_pool_destroy(buffer->inline_pool);
+    dcp_free(buffer->norm_parts);
     dcp_free(buffer);
 }
 

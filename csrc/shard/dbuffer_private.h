@@ -23,6 +23,15 @@ typedef struct dbuffer_piece {
     int32_t group;
 } dbuffer_piece_t;
 
+enum { DBUFFER_SQUARES = 512, DBUFFER_PARTS = 16 };
+
+/* What one task of a norm adds up. */
+typedef struct dbuffer_norm_part {
+    dcp_exact_sum_t sum;
+    double squares[DBUFFER_SQUARES]; /* of one call of the kernel */
+    int32_t largest;                 /* bits of an absolute value */
+} dbuffer_norm_part_t;
+
 typedef struct dbuffer_prefetch dbuffer_prefetch_t; /* dbuffer_prefetch.c */
 
 struct dcp_dbuffer {
@@ -53,13 +62,12 @@ struct dcp_dbuffer {
     int64_t *piece_firsts;   /* owned; [group_count + 1] in pieces */
     int64_t piece_count;
     int64_t *counts; /* owned; [ranks] of a collective over one group */
-    double *squares; /* owned; [DBUFFER_SQUARES], so that a norm cannot run out of
-                        memory on one rank while the others wait */
+    /* so that a norm cannot run out of memory on one rank while the others wait */
+    dbuffer_norm_part_t *norm_parts; /* owned; [DBUFFER_PARTS] */
+    dcp_pool_t *inline_pool;         /* owned; of one: for kernels called in a task */
     dcp_dbuffer_traffic_t traffic;
     dbuffer_prefetch_t *prefetch; /* owned; NULL: no order declared */
 };
-
-enum { DBUFFER_SQUARES = 4096 }; /* blocks of one call of the kernel */
 
 /* Where element `start` of the buffer, of `group` and this rank's slice, lies. */
 char *dbuffer_at(const dcp_dbuffer_t *buffer, int32_t group, int64_t start);
@@ -75,6 +83,9 @@ void dbuffer_pieces(const dcp_dbuffer_t *buffer, int32_t group, int64_t *first_p
 /* dbuffer_demand.c */
 dcp_status_t dbuffer_reserve(dcp_dbuffer_t *buffer);
 void dbuffer_unreserve(dcp_dbuffer_t *buffer);
+/* Before a collective: nothing where the group has memory; a rank that gets none ends
+ * the communicator, so that the others do not wait for it. */
+dcp_status_t dbuffer_acquire_or_abort(dcp_dbuffer_t *buffer, int32_t group);
 
 /* dbuffer_move.c: may `from` fill groups of `whole`? And the exchange alone, over
  * `comm`, once the memory is there: this rank's slice is rounded into place by `pool`,

@@ -452,6 +452,27 @@ dcp_placed_run(const dcp_placed_t *placed, int64_t position, int64_t *count_p)
     return element;
 }
 
+dcp_placed_rows_t
+dcp_placed_rows(const dcp_placed_t *placed, int64_t position)
+{
+    dcp_placed_rows_t rows = {.row_count = 1};
+    rows.element = dcp_placed_run(placed, position, &rows.together);
+    int64_t at = placed->first + position;
+    if (rows.together < placed->contiguous || at % placed->contiguous != 0) {
+        return rows; /* a piece of a run */
+    }
+    for (int32_t d = placed->dim_count - 1; d >= 0; d--) {
+        if (placed->weight[d] == placed->contiguous && placed->size[d] > 1) {
+            int64_t in_box = placed->size[d] - at / placed->weight[d] % placed->size[d];
+            int64_t held = (placed->count - position) / placed->contiguous;
+            rows.row_count = in_box < held ? in_box : held;
+            rows.dim = d;
+            break;
+        }
+    }
+    return rows;
+}
+
 /* Elements of the box below a number of the tensor; the box is not empty. */
 static int64_t
 box_position(const dcp_placed_t *placed, int64_t element)

@@ -1,4 +1,4 @@
-/* What all redistributions begin with: do ranks agree? And how pieces are copied.
+/* What all redistributions begin with: do ranks agree?
  *
  * Ranks compare a hash of the call in one small allreduce, which also tells whether one
  * of them lacks memory; nothing is allocated for it. Only where hashes differ does a
@@ -123,36 +123,4 @@ redistribute_check_comm(const dcp_comm_t *comm, const dcp_mesh_t *mesh)
                         (int)dcp_mesh_rank_count(mesh), (int)dcp_comm_size(comm));
     }
     return DCP_OK;
-}
-
-void
-redistribute_read(const dcp_placed_t *held, const dcp_placed_t *part, const char *base,
-                  int64_t item, int64_t first, int64_t count, char *bytes)
-{
-    while (count > 0) {
-        int64_t together;
-        int64_t element = dcp_placed_run(part, first, &together);
-        together = together < count ? together : count;
-        memcpy(bytes, base + dcp_placed_position(held, element) * item,
-               (size_t)(together * item));
-        bytes += together * item;
-        first += together;
-        count -= together;
-    }
-}
-
-void
-redistribute_write(const dcp_placed_t *held, const dcp_placed_t *part, char *base,
-                   int64_t item, int64_t first, int64_t count, const char *bytes)
-{
-    while (count > 0) {
-        int64_t together;
-        int64_t element = dcp_placed_run(part, first, &together);
-        together = together < count ? together : count;
-        memcpy(base + dcp_placed_position(held, element) * item, bytes,
-               (size_t)(together * item));
-        bytes += together * item;
-        first += together;
-        count -= together;
-    }
 }

@@ -1,6 +1,6 @@
-/* Attention: strided views, both offset types, scores against a scalar reference,
- * element offsets beyond 2^31, allocation failure, bad arguments. Every instruction
- * set.
+/* Attention: strided views, both offset types, both computations, scores against a
+ * scalar reference, element offsets beyond 2^31, allocation failure, bad arguments.
+ * Every instruction set.
  */
 #define _DEFAULT_SOURCE
 #include "check.h"
@@ -116,7 +116,7 @@ reference_head(const problem_t *p, int64_t first, int64_t end, int64_t head,
 }
 
 static void
-test_fused_rows(void)
+test_fused_rows(dcp_dtype_t compute, double tolerance)
 {
     static problem_t p;
     static double out[ROWS * HEADS * DIM], gradients[ROWS * STRIDE];
@@ -136,6 +136,7 @@ test_fused_rows(void)
     CHECK_OK(dcp_pool_create(2, &pool));
     for (int32_t wide = 0; wide < 2; wide++) {
         dcp_attention_backward_args_t args = arguments(&p, wide);
+        args.forward.compute = compute;
         CHECK_OK(dcp_cpu_attention(pool, &args.forward));
         CHECK_OK(dcp_cpu_attention_backward(pool, &args));
         double worst = 0.0;
@@ -150,7 +151,7 @@ test_fused_rows(void)
                 touched += p.gradients[i] != 99.0f;
             }
         }
-        CHECK(worst < 2e-5);
+        CHECK(worst < tolerance);
         CHECK(touched == 0);
         CHECK(isinf(p.lse[57]) && p.lse[57] < 0.0f);
     }
@@ -226,6 +227,8 @@ test_far_rows(void)
     munmap(far_keys, bytes);
 }
 
+static dcp_dtype_t scenario_compute;
+
 static dcp_status_t
 attention_scenario(void)
 {
@@ -233,6 +236,7 @@ attention_scenario(void)
     fill(p.fused, ROWS * STRIDE, 6);
     fill(p.dout, ROWS * HEADS * DIM, 7);
     dcp_attention_backward_args_t args = arguments(&p, 0);
+    args.forward.compute = scenario_compute;
     dcp_pool_t *pool;
     DCP_TRY(dcp_pool_create(2, &pool));
     dcp_status_t status = dcp_cpu_attention(pool, &args.forward);
@@ -272,6 +276,10 @@ test_bad_arguments(void)
     args.forward.sequence_count = -1;
     CHECK(dcp_cpu_attention(pool, &args.forward) == DCP_ERR_ARG);
     args = arguments(&p, 0);
+    args.forward.compute = DCP_I64;
+    CHECK(dcp_cpu_attention(pool, &args.forward) == DCP_ERR_TYPE);
+    CHECK(strcmp(dcp_last_error(), "compute int64 must be float32 or bfloat16") == 0);
+    args = arguments(&p, 0);
     args.forward.sequence_count = 0; /* nothing to do but the rows no one owns */
     args.forward.query_rows = 2;
     p.out[HEADS * DIM] = 5.0f;
@@ -288,9 +296,14 @@ main(void)
             continue;
         }
         CHECK_OK(dcp_isa_set(dcp_isa_name((dcp_isa_t)isa)));
-        test_fused_rows();
+        test_fused_rows(DCP_F32, 2e-5);
+        /* sums of 17 products of numbers up to 3, each rounded to 2^-9 */
+        test_fused_rows(DCP_BF16, 0.1);
         test_far_rows();
-        check_every_alloc(attention_scenario);
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            scenario_compute = bf16 ? DCP_BF16 : DCP_F32;
+            check_every_alloc(attention_scenario);
+        }
     }
     test_bad_arguments();
     return check_finish();

@@ -1,5 +1,6 @@
 /* Matrix product: values, argument checks, allocation failures, and that nothing beyond
- * the packed panels is touched. Integer data keeps every sum exact. */
+ * operands and packed panels is touched. Small integers keep every sum exact, and are
+ * bf16 numbers. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include "check.h"
 
@@ -12,6 +13,7 @@
 enum { M = 31, N = 83, K = 1450 };
 
 static float a[M * K], b[K * N], b_t[N * K], a_t[K * M], c[M * N], want[M * N];
+static uint16_t b_bf16[K * N], b_t_bf16[N * K];
 static dcp_pool_t *pool;
 
 static void
@@ -24,6 +26,7 @@ fill(void)
     for (int i = 0; i < K * N; i++) {
         b[i] = (float)(i * 5 % 13 - 6);
         b_t[i % N * K + i / N] = b[i];
+        b_bf16[i] = b_t_bf16[i % N * K + i / N] = dcp_f32_to_bf16(b[i]);
     }
     for (int i = 0; i < M; i++) {
         for (int j = 0; j < N; j++) {
@@ -55,23 +58,30 @@ product(int trans_a, int trans_b)
 }
 
 static void
-test_values(void)
+test_values(dcp_dtype_t compute)
 {
-    int64_t bytes = dcp_gemm_pack_bytes(N, K, DCP_F32);
-    CHECK(bytes >= (int64_t)sizeof b && bytes % 64 == 0);
+    int64_t bytes = dcp_gemm_pack_bytes(N, K, compute);
+    int64_t item = compute == DCP_BF16 && dcp_isa_current() == DCP_ISA_AVX512BF16
+                       ? (int64_t)sizeof(uint16_t)
+                       : (int64_t)sizeof(float);
+    CHECK(bytes >= N * K * item && bytes <= (N + 15) * K * item && bytes % 64 == 0);
     char *packed = aligned_alloc(64, (size_t)bytes + 64);
-    for (int way = 0; way < 8; way++) {
+    for (int way = 0; way < (compute == DCP_BF16 ? 12 : 8); way++) {
         dcp_gemm_args_t args = product(way & 1, way >> 1 & 1);
+        args.compute = compute;
         memset(c, 0xff, sizeof c);
-        if (way & 4) {
+        if (way >= 4) {
+            const uint16_t *narrow = args.trans_b ? b_t_bf16 : b_bf16;
             memset(packed + bytes, 0x5a, 64);
-            CHECK_OK(
-                dcp_cpu_gemm_pack(pool, &(dcp_gemm_pack_args_t){.n = N,
-                                                                .k = K,
-                                                                .b = args.b,
-                                                                .ldb = args.ldb,
-                                                                .trans_b = args.trans_b,
-                                                                .packed = packed}));
+            dcp_gemm_pack_args_t pack = {.n = N,
+                                         .k = K,
+                                         .b = way < 8 ? args.b : NULL,
+                                         .b_bf16 = way < 8 ? NULL : narrow,
+                                         .ldb = args.ldb,
+                                         .trans_b = args.trans_b,
+                                         .packed = packed,
+                                         .compute = compute};
+            CHECK_OK(dcp_cpu_gemm_pack(pool, &pack));
             for (int i = 0; i < 64; i++) {
                 CHECK(packed[bytes + i] == 0x5a);
             }
@@ -139,6 +149,21 @@ test_refusals(void)
     CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
     p.k = -1;
     CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
+    g = product(0, 0);
+    g.compute = DCP_F64;
+    CHECK(dcp_cpu_gemm(pool, &g) == DCP_ERR_TYPE);
+    CHECK(strcmp(dcp_last_error(), "compute float64 must be float32 or bfloat16") == 0);
+    p = (dcp_gemm_pack_args_t){
+        .n = N, .k = K, .b = b, .ldb = N, .packed = c, .compute = DCP_I32};
+    CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_TYPE);
+    p.compute = DCP_F32;
+    p.b_bf16 = b_bf16;
+    CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
+    p.compute = DCP_BF16;
+    p.ldb = N - 1;
+    CHECK(dcp_cpu_gemm_pack(pool, &p) == DCP_ERR_ARG);
+    CHECK(strcmp(dcp_last_error(), "ldb 82 must be at least 83, the width of b_bf16")
+          == 0);
     CHECK(dcp_gemm_pack_bytes(INT64_MAX, 2, DCP_F32) == INT64_MAX);
     CHECK(dcp_gemm_pack_bytes((int64_t)1 << 40, (int64_t)1 << 40, DCP_F32)
           == INT64_MAX);
@@ -202,6 +227,79 @@ test_far_rows(void)
     munmap(space, bytes);
 }
 
+enum { PAGE_BYTES = 4096, SPACE_BYTES = 8 * PAGE_BYTES };
+
+/* Bytes that end where a page begins that may not be touched. */
+static void *
+guarded(size_t bytes)
+{
+    char *space = mmap(NULL, SPACE_BYTES + PAGE_BYTES, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(space != MAP_FAILED && bytes <= SPACE_BYTES);
+    CHECK(mprotect(space + SPACE_BYTES, PAGE_BYTES, PROT_NONE) == 0);
+    return space + SPACE_BYTES - bytes;
+}
+
+static void
+guarded_free(void *pointer, size_t bytes)
+{
+    munmap((char *)pointer + bytes - SPACE_BYTES, SPACE_BYTES + PAGE_BYTES);
+}
+
+/* Nothing beyond an operand is read, nothing beyond C written. */
+static void
+test_borders(dcp_dtype_t compute)
+{
+    static const int64_t sizes[][3] = {{1, 1, 1},    {1, 17, 3}, {5, 15, 31},
+                                       {13, 33, 33}, {3, 7, 65}, {25, 31, 17}};
+    for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
+        const int64_t m = sizes[s][0], n = sizes[s][1], k = sizes[s][2];
+        const size_t a_bytes = (size_t)(m * k) * 4, b_bytes = (size_t)(k * n) * 4;
+        const size_t c_bytes = (size_t)(m * n) * 4;
+        float *left = guarded(a_bytes), *right = guarded(b_bytes);
+        float *out = guarded(c_bytes);
+        uint16_t *narrow = guarded(b_bytes / 2);
+        char *packed = aligned_alloc(64, (size_t)dcp_gemm_pack_bytes(n, k, compute));
+        for (int64_t i = 0; i < m * k; i++) {
+            left[i] = 1.0f;
+        }
+        for (int64_t i = 0; i < k * n; i++) {
+            right[i] = 2.0f;
+            narrow[i] = dcp_f32_to_bf16(2.0f);
+        }
+        for (int way = 0; way < 12; way++) {
+            dcp_gemm_args_t g = {
+                .m = m, .n = n, .k = k, .a = left, .b = right, .c = out, .ldc = n};
+            g.trans_a = way & 1;
+            g.trans_b = way >> 1 & 1;
+            g.lda = g.trans_a ? m : k;
+            g.ldb = g.trans_b ? k : n;
+            g.compute = compute;
+            if (way >= 4) {
+                const uint16_t *bits = way >= 8 && compute == DCP_BF16 ? narrow : NULL;
+                dcp_gemm_pack_args_t p = {.n = n, .k = k, .b = right, .ldb = g.ldb};
+                p.trans_b = g.trans_b;
+                p.packed = packed;
+                p.compute = compute;
+                p.b_bf16 = bits;
+                CHECK_OK(dcp_cpu_gemm_pack(pool, &p));
+                g.b_packed = packed;
+            }
+            CHECK_OK(dcp_cpu_gemm(pool, &g));
+            int64_t right_count = 0;
+            for (int64_t i = 0; i < m * n; i++) {
+                right_count += out[i] == 2.0f * (float)k;
+            }
+            CHECK(right_count == m * n);
+        }
+        guarded_free(left, a_bytes);
+        guarded_free(right, b_bytes);
+        guarded_free(out, c_bytes);
+        guarded_free(narrow, b_bytes / 2);
+        free(packed);
+    }
+}
+
 static dcp_status_t
 unpacked_scenario(void)
 {
@@ -224,10 +322,13 @@ main(void)
         CHECK_OK(dcp_isa_set(dcp_isa_name((dcp_isa_t)isa)));
         for (int32_t threads = 1; threads <= 3; threads++) {
             CHECK_OK(dcp_pool_create(threads, &pool));
-            test_values();
+            test_values(DCP_F32);
+            test_values(DCP_BF16);
             test_nothing_to_do();
             test_refusals();
             test_far_rows();
+            test_borders(DCP_F32);
+            test_borders(DCP_BF16);
             dcp_pool_destroy(pool);
         }
     }

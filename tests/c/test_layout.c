@@ -106,11 +106,36 @@ random_tensors(dcp_rng_t *rng, dcp_layout_tensor_t *tensors)
         int64_t block_rows = 1 + (int64_t)dcp_rng_below(rng, 3);
         tensors[i].element_count = rows * width;
         tensors[i].block_count = width * (rows > 0 ? smaller(block_rows, rows) : 1);
+        uint64_t kind = dcp_rng_below(rng, 8);
+        if (kind == 0 && rows > 0) { /* whole on one rank */
+            tensors[i].block_count = tensors[i].element_count;
+        } else if (kind == 1) { /* tiles: blocks that are no rows */
+            tensors[i].block_count = 1 + (int64_t)dcp_rng_below(rng, 12);
+        }
         if (i > 0 && dcp_rng_below(rng, 3) == 0) {
             tensors[i] = tensors[dcp_rng_below(rng, (uint64_t)i)];
         }
     }
     return count;
+}
+
+/* Insertion sort into the order that SHAPE and SIZE promise. */
+static void
+sort_as(dcp_layout_order_t order, dcp_layout_tensor_t *tensors, int64_t count)
+{
+    for (int64_t i = 1; i < count; i++) {
+        for (int64_t j = i; j > 0; j--) {
+            dcp_layout_tensor_t a = tensors[j - 1], b = tensors[j];
+            bool by_block = order == DCP_ORDER_SHAPE && a.block_count != b.block_count;
+            bool swap = by_block ? a.block_count < b.block_count
+                                 : a.element_count < b.element_count;
+            if (!swap) {
+                break;
+            }
+            tensors[j - 1] = b;
+            tensors[j] = a;
+        }
+    }
 }
 
 static void
@@ -125,11 +150,14 @@ test_small_against_oracle(void)
         int64_t count = random_tensors(&rng, tensors);
         int64_t ranks = 1 + (int64_t)dcp_rng_below(&rng, 7);
         int64_t unit = units[dcp_rng_below(&rng, 6)];
-        bool any_order = n % 4 == 0;
-        dcp_layout_order_t order = any_order ? DCP_ORDER_SEARCH : DCP_ORDER_MODEL;
+        dcp_layout_order_t order = (dcp_layout_order_t)(n % 4);
+        bool any_order = order == DCP_ORDER_SEARCH;
         int64_t starts[TENSOR_SLOTS], shard = -1;
         CHECK_OK(dcp_layout_plan(tensors, count, ranks, unit, order, starts, &shard));
         invalid += !layout_is_valid(tensors, count, ranks, unit, shard, starts);
+        if (order == DCP_ORDER_SHAPE || order == DCP_ORDER_SIZE) {
+            sort_as(order, tensors, count);
+        }
         int64_t least = oracle(tensors, count, ranks, unit, any_order);
         compared += least >= 0;
         not_least += least >= 0 && shard != least;
@@ -204,6 +232,86 @@ test_many(void)
     }
 }
 
+/* Too large for the oracle, small enough to try every S from the lower bound on with
+ * the greedy check, which the oracle has proved: the scans skip nothing that fits. */
+static void
+test_middle_size_is_the_least(void)
+{
+    enum { COUNT = 20 };
+    dcp_rng_t rng;
+    dcp_rng_init(&rng, 9, 0);
+    int64_t not_least = 0, above = 0;
+    for (int n = 0; n < 60; n++) {
+        dcp_layout_tensor_t tensors[COUNT];
+        int64_t starts[COUNT], shard, total = 0, largest = 1;
+        int64_t ranks = 2 + (int64_t)dcp_rng_below(&rng, 30);
+        for (int64_t i = 0; i < COUNT; i++) {
+            int64_t width = 1 + (int64_t)dcp_rng_below(&rng, n % 3 ? 24 : 96);
+            int64_t rows = 1 + (int64_t)dcp_rng_below(&rng, n % 2 ? 40 : 400);
+            int64_t block = width * smaller(rows, 1 + (int64_t)dcp_rng_below(&rng, 4));
+            tensors[i] = (dcp_layout_tensor_t){rows * width, block};
+            total += rows * width;
+            largest = block > largest ? block : largest;
+        }
+        CHECK_OK(
+            dcp_layout_plan(tensors, COUNT, ranks, 4, DCP_ORDER_MODEL, starts, &shard));
+        int64_t least = (total / ranks > largest ? total / ranks : largest) / 4 * 4;
+        int64_t bound = least;
+        while (!dcp_layout_fits(tensors, NULL, COUNT, ranks, 4, least, starts)) {
+            least += 4;
+        }
+        not_least += least != shard;
+        above += least > bound + 4;
+    }
+    CHECK(not_least == 0);
+    CHECK(above > 20);
+}
+
+/* Tensors that are one block each: never worse than the largest first to the rank that
+ * has least, which is within 4/3 of the best. */
+static void
+test_parcels(void)
+{
+    enum { COUNT = 200 };
+    static dcp_layout_tensor_t tensors[COUNT], sorted[COUNT];
+    static int64_t starts[COUNT];
+    dcp_rng_t rng;
+    dcp_rng_init(&rng, 10, 0);
+    for (int n = 0; n < 12; n++) {
+        int64_t ranks = 2 + (int64_t)dcp_rng_below(&rng, 30), shard, loads[40] = {0};
+        for (int64_t i = 0; i < COUNT; i++) {
+            int64_t most_units = 1 + 5000 / (n + 1);
+            int64_t size = 4 * (1 + (int64_t)dcp_rng_below(&rng, (uint64_t)most_units));
+            sorted[i] = tensors[i] = (dcp_layout_tensor_t){size, size};
+        }
+        sort_as(DCP_ORDER_SIZE, sorted, COUNT);
+        for (int64_t i = 0; i < COUNT; i++) {
+            int64_t least = 0;
+            for (int64_t r = 1; r < ranks; r++) {
+                least = loads[r] < loads[least] ? r : least;
+            }
+            loads[least] += sorted[i].element_count;
+        }
+        int64_t most = 0;
+        for (int64_t r = 0; r < ranks; r++) {
+            most = loads[r] > most ? loads[r] : most;
+        }
+        CHECK_OK(dcp_layout_plan(tensors, COUNT, ranks, 4, DCP_ORDER_SEARCH, starts,
+                                 &shard));
+        CHECK(layout_is_valid(tensors, COUNT, ranks, 4, shard, starts));
+        CHECK(shard <= most);
+    }
+    /* beside what may be cut, and one that is larger than any share */
+    for (int64_t i = 0; i < COUNT; i += 3) {
+        tensors[i].block_count = 1 + i % 7;
+    }
+    tensors[1] = (dcp_layout_tensor_t){1000000, 1000000};
+    int64_t shard;
+    CHECK_OK(dcp_layout_plan(tensors, COUNT, 16, 4, DCP_ORDER_SEARCH, starts, &shard));
+    CHECK(layout_is_valid(tensors, COUNT, 16, 4, shard, starts));
+    CHECK(shard == 1000000);
+}
+
 static void
 test_orders(void)
 {
@@ -239,6 +347,18 @@ test_limits(void)
     dcp_layout_tensor_t large[] = {{671000000000, 7168}, {1, 1}};
     CHECK_OK(dcp_layout_plan(large, 2, 10000, 4, DCP_ORDER_MODEL, starts, &shard));
     CHECK(layout_is_valid(large, 2, 10000, 4, shard, starts));
+    dcp_layout_tensor_t parts[12];
+    int64_t places[12];
+    for (int64_t i = 0; i < 12;
+         i++) { /* too many kinds to walk: the heuristic search */
+        parts[i] =
+            (dcp_layout_tensor_t){671000000000 + i, i % 3 ? 7168 + i : 671000000000};
+    }
+    CHECK_OK(dcp_layout_plan(parts, 12, 10000, 4, DCP_ORDER_SEARCH, places, &shard));
+    CHECK(shard >= 671000000000);
+    CHECK(dcp_layout_plan(parts, 12, INT64_MAX / 1000, 4, DCP_ORDER_SEARCH, places,
+                          &shard)
+          == DCP_ERR_ARG);
     dcp_layout_tensor_t huge[] = {{INT64_MAX, 1}, {INT64_MAX, 1}};
     CHECK(dcp_layout_plan(huge, 2, 2, 4, DCP_ORDER_MODEL, starts, &shard)
           == DCP_ERR_ARG);
@@ -273,6 +393,10 @@ plan_scenario(void)
         DCP_TRY(dcp_layout_plan(tensors, 30, 3, 4, (dcp_layout_order_t)order, starts,
                                 &shard));
     }
+    for (int64_t i = 0; i < 30; i++) {
+        tensors[i].block_count = tensors[i].element_count; /* parcels */
+    }
+    DCP_TRY(dcp_layout_plan(tensors, 30, 3, 4, DCP_ORDER_SEARCH, starts, &shard));
     return dcp_layout_plan(tensors, 4, 3, 4, DCP_ORDER_SEARCH, starts, &shard);
 }
 
@@ -282,6 +406,8 @@ main(void)
     test_small_against_oracle();
     test_fits_against_oracle();
     test_many();
+    test_middle_size_is_the_least();
+    test_parcels();
     test_orders();
     test_limits();
     check_every_alloc(plan_scenario);

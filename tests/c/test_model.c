@@ -319,6 +319,11 @@ test_bytes(dcp_dtype_t compute)
     tiny.tie_word_embeddings = 1;
     tiny.dropout = 0;
     check_bytes(&tiny, 300, 3, 1, 1, 2, 1.05);
+    tiny.hidden_size = 16; /* the head's input gradient packs wide rows */
+    tiny.intermediate_size = 20;
+    tiny.head_dim = 4;
+    tiny.num_hidden_layers = 1;
+    check_bytes(&tiny, 100, 1, 0, 0, 1, 1.2);
 }
 
 /* The bound over many shapes, wherever scratch or panels or activations dominate. */

@@ -102,6 +102,24 @@ test_ends(dcp_pool_t *pool, int64_t width)
                                                              .out = y}));
     CHECK_OK(dcp_cpu_embedding_backward(
         pool, &(dcp_embedding_backward_args_t){3, width, 1, zeros, y, w}));
+    uint16_t *narrow = malloc((size_t)width * sizeof *narrow);
+    dcp_cast_args_t cast = {width, w, narrow, DCP_F32, DCP_BF16};
+    CHECK_OK(dcp_cpu_cast(pool, &cast));
+    dcp_embedding_args_t rounded = {.rows = 3, .width = width, .vocab = 1};
+    rounded.tokens = zeros;
+    rounded.weight = w;
+    rounded.round = 1;
+    rounded.out = x;
+    CHECK_OK(dcp_cpu_embedding(pool, &rounded));
+    rounded.weight = NULL;
+    rounded.weight_bf16 = narrow;
+    rounded.out = y;
+    CHECK_OK(dcp_cpu_embedding(pool, &rounded));
+    CHECK(memcmp(x, y, (size_t)count * sizeof(float)) == 0);
+    cast = (dcp_cast_args_t){width, narrow, w, DCP_BF16, DCP_F32};
+    CHECK_OK(dcp_cpu_cast(pool, &cast));
+    CHECK(memcmp(w, y, (size_t)width * sizeof(float)) == 0);
+    free(narrow);
     CHECK_OK(dcp_cpu_cross_entropy(
         pool,
         &(dcp_cross_entropy_args_t){3, width, x, width, zeros, NULL, 1, 1, &loss}));

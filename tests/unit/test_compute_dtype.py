@@ -52,9 +52,9 @@ def assert_bf16_close(got: Any, exact: Any, plain: Any) -> None:
         assert norm_of(got[name] - x) <= limit, name
 
 
-def judges(config: dcp.Transformer1D, weights: Any, **batch: Any) -> tuple[Any, Any]:
+def judges(config: dcp.Transformer1D, tensors: Any, **batch: Any) -> tuple[Any, Any]:
     """(loss, gradients) in float64 from rounded weights: exact, and with rounded factors."""
-    rounded = {name: round_bf16(x) for name, x in weights.items()}
+    rounded = {name: round_bf16(x) for name, x in tensors.items()}
     exact = Reference(config, rounded).loss_and_gradients(**batch)
     plain = Reference(config, rounded, factor=round_bf16).loss_and_gradients(**batch)
     return exact, plain

@@ -58,6 +58,21 @@ def test_notebooks_of_the_planner(
         assert len(gains) == 7 and min(gains) > 1.0
 
 
+def test_notebook_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    path = ROOT / "notebooks" / "layouts.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    text = execute(notebook, path.parent, monkeypatch)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert "256 ranks: FSDP2 99.2%, Megatron at least 32.2%, dcp 0.60%" in text
+    found = re.search(r"one buffer: .*padding=([\d.]+)%", text)
+    assert found and float(found[1]) > 30, "DeepSeek-V3's dense layer in one buffer"
+    assert "model.layers.3 " in text and "x 58" in text and "replicas" in text
+    assert len(re.findall(r"  dcp  .*receives", text)) == 4
+
+
 CELLS = [
     """
 import os, signal

@@ -80,6 +80,14 @@ dcp_placed_t dcp_placed_overlap(const dcp_placed_t *a, const dcp_placed_t *b);
 /* Number of elements of the tensor of the held element `position` (0..count - 1); how
  * many from there on lie together. */
 int64_t dcp_placed_run(const dcp_placed_t *placed, int64_t position, int64_t *count_p);
+/* The held elements from `position` on as rows: `row_count` pieces of `together`
+ * elements, `element` the first of all. In the tensor a row is stride[dim] behind the
+ * one before, in whatever holds them all weight[dim]. */
+typedef struct dcp_placed_rows {
+    int64_t element, together, row_count;
+    int32_t dim; /* 0 where there is one row */
+} dcp_placed_rows_t;
+dcp_placed_rows_t dcp_placed_rows(const dcp_placed_t *placed, int64_t position);
 /* How many of the held elements have a number below `element`: the position of
  * `element` where it is held. */
 int64_t dcp_placed_position(const dcp_placed_t *placed, int64_t element);

@@ -18,6 +18,12 @@
  * order of the segments, so that segments may be computed apart and summed later with
  * the same bits.
  *
+ * With two factors a word (words.h) the same runs on bf16 numbers. A word pairs what
+ * follows each other in the sum: elements of a row in the first two products, query rows
+ * in the sums of dV and dK, keys in that of dQ, so dS^T is stored twice and keys are
+ * packed twice. Queries are scaled after the product, P is rounded only where it is a
+ * factor.
+ *
  * Cost a query row and key: 5 * dim multiply-adds, the exponential, 2 operations.
  */
 #include "attention_pack.h"
@@ -69,7 +75,7 @@ layout(backward_t *b, arena_t *arena, int64_t key_count, int64_t dim)
     b->score_gradients = arena_words(arena, words_of(KEY_BLOCK) * BLOCK + 16);
     b->dq = arena_floats(arena, round_up(BLOCK, MR) * b->width);
     b->keys = arena_words(arena, words_of(keys) * b->width);
-    b->values_padded = arena_words(arena, MR * b->depth);
+    b->values_padded = arena_words(arena, round_up(MR * b->depth, VF));
 #if FACTORS == 1
     b->exact = b->weights;
     b->key_rows = b->keys;
@@ -93,6 +99,23 @@ backward_bytes(int64_t key_count, int64_t head_dim)
     return arena.used_bytes;
 }
 
+/* Row of dO times row of out; with round, of the rounded dO. */
+INLINE float
+delta_of(const float *dout, const float *out, int64_t dim, int32_t round)
+{
+    vf sum = {0};
+    int64_t d = 0;
+    for (; d + VF <= dim; d += VF) {
+        vf x = vf_load(dout + d);
+        sum = vf_fma(round ? vf_round_bf16(x) : x, vf_load(out + d), sum);
+    }
+    if (d < dim) {
+        vf x = vf_load_part(dout + d, dim - d);
+        sum = vf_fma(round ? vf_round_bf16(x) : x, vf_load_part(out + d, dim - d), sum);
+    }
+    return sum_across(sum);
+}
+
 /* Packs the query block. Columns beyond its rows: operands 0, lse so large that weights
  * are 0. */
 static void
@@ -105,35 +128,29 @@ pack_block(const backward_t *b)
     const float *dout = view->dout + b->row * view->dout_stride + shift;
     const float *out = fwd->out + b->row * fwd->out_stride + shift;
     const float *lse = fwd->lse + b->head * fwd->lse_stride + b->row;
+    const int32_t round = FACTORS == 2 || fwd->round;
+    pack_transposed(b->queries_t, q, fwd->q_stride, b->row_count, b->dim,
+                    FACTORS == 1 && !round ? fwd->scale : 1.0f);
+    pack_transposed(b->dout_t, dout, view->dout_stride, b->row_count, b->dim, 1.0f);
     pack_rows(b->queries, b->width, q, fwd->q_stride, b->row_count, b->dim);
     pack_rows(b->dout, b->width, dout, view->dout_stride, b->row_count, b->dim);
-#if FACTORS == 1
-    if (fwd->round) {
+    if (FACTORS == 1 && round) {
+        int64_t columns = round_up(b->row_count, PANEL);
+        round_vectors(b->queries_t, columns * b->dim);
+        scale_vectors(b->queries_t, columns * b->dim, fwd->scale);
+        round_vectors(b->dout_t, columns * b->dim);
         round_vectors(b->queries, b->row_count * b->width);
         round_vectors(b->dout, b->row_count * b->width);
     }
-    pack_transposed(b->queries_t, b->queries, b->width, b->row_count, b->dim,
-                    fwd->scale);
-    pack_transposed(b->dout_t, b->dout, b->width, b->row_count, b->dim, 1.0f);
-#else
-    pack_transposed(b->queries_t, q, fwd->q_stride, b->row_count, b->dim, 1.0f);
-    pack_transposed(b->dout_t, dout, view->dout_stride, b->row_count, b->dim, 1.0f);
-#endif
     for (int64_t i = 0; i < BLOCK; i++) {
         if (i >= b->row_count) {
             b->minus_lse[i] = -1000.0f;
             b->minus_delta[i] = 0.0f;
             continue;
         }
-        vf sum = {0};
-        for (int64_t d = 0; d < b->dim; d += VF) {
-            int64_t count = min_i64(VF, b->dim - d);
-            vf x = vf_get(dout + i * view->dout_stride + d, count);
-            x = fwd->round ? vf_round_bf16(x) : x;
-            sum = vf_fma(x, vf_get(out + i * fwd->out_stride + d, count), sum);
-        }
         b->minus_lse[i] = FACTORS == 1 ? -lse[i] : -lse[i] * LOG2_E;
-        b->minus_delta[i] = -sum_across(sum);
+        b->minus_delta[i] = -delta_of(dout + i * view->dout_stride,
+                                      out + i * fwd->out_stride, b->dim, round);
     }
 }
 
@@ -158,14 +175,15 @@ INLINE void
 gradients_store(const backward_t *b, vf s[MR][NV], int nv, int64_t column, word_t *to)
 {
 #if FACTORS == 1
+    (void)b;
     UNROLL for (int r = 0; r < MR; r++)
     {
-        rows_store(to + r * BLOCK + column, s[r], nv, b->view->forward.round);
+        rows_store(to + r * BLOCK + column, s[r], nv);
     }
 #else
     UNROLL for (int r = 0; r < MR; r++)
     {
-        rows_store(b->gradients + r * BLOCK_WORDS + column / 2, s[r], nv, 1);
+        rows_store(b->gradients + r * BLOCK_WORDS + column / 2, s[r], nv);
     }
     UNROLL for (int r = 0; r < MR; r += 2)
     {
@@ -207,7 +225,7 @@ score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t u
             s[r][v] = p;
         }
         if (FACTORS == 2) {
-            rows_store(b->weights + r * BLOCK_WORDS + column / FACTORS, s[r], nv, 1);
+            rows_store(b->weights + r * BLOCK_WORDS + column / FACTORS, s[r], nv);
         }
     }
     UNROLL for (int r = 0; r < MR; r++)
@@ -224,9 +242,6 @@ score_columns(const backward_t *b, int nv, int masked, int64_t column, int64_t u
         {
             vf p = vf_load(b->exact + r * BLOCK + column + v * VF);
             s[r][v] *= p;
-            if (FACTORS == 1 && b->view->forward.round) {
-                vf_store(b->exact + r * BLOCK + column + v * VF, vf_round_bf16(p));
-            }
         }
     }
     gradients_store(b, s, nv, column, gradients);
@@ -376,6 +391,10 @@ score_keys(const backward_t *b, int64_t key, int64_t key_count, int64_t unseen,
 #undef CALL
         }
         column += count;
+    }
+    if (FACTORS == 1 && b->view->forward.round) {
+        round_vectors(b->weights, MR * BLOCK);
+        round_vectors(gradients, MR * BLOCK);
     }
     clear_missing_key(gradients, key_count);
 }

@@ -16,6 +16,10 @@
  * Scores are compared before scaling, and masked by index: no real score is mistaken
  * for a masked one, however low, and large scores keep all their digits.
  *
+ * With two factors a word (words.h) the same runs on bf16 numbers: queries are packed
+ * for every tile, weights rounded as they are stored, while sums, references and lse
+ * take them before that. With view->round the words are fp32 numbers that were rounded.
+ *
  * Cost a row and vector of keys: 2 * dim multiply-adds, and 7 operations of the same
  * pipes for the exponential. Masked work: to a multiple of VF keys for scores, none for
  * values. Measured on Zen 5, dim 64: 78 % of the time is spent in the two products at
@@ -72,7 +76,7 @@ layout(forward_t *f, arena_t *arena, int64_t row_count, int64_t group_size, int6
     f->values = arena_words(arena, TILE_WORDS * f->width);
     f->weights = arena_words(arena, MR * TILE_WORDS);
     f->scores = arena_floats(arena, MR * PANEL);
-    f->padded = arena_words(arena, MR * f->depth);
+    f->padded = arena_words(arena, round_up(MR * f->depth, VF));
     int64_t groups = (row_count + MR - 1) / MR * group_size;
     f->states = arena_floats(arena, groups * f->state_count);
 }
@@ -88,17 +92,15 @@ forward_bytes(int64_t row_count, int64_t group_size, int64_t head_dim)
 
 /* VF words of weights times x, which is at most 1. */
 INLINE void
-shrink_weights(word_t *weights, vf x, int32_t round)
+shrink_weights(word_t *weights, vf x)
 {
 #if FACTORS == 2
     wide_t words = (wide_t)words_load(weights);
     vf low = (vf)(words << 16) * x, high = (vf)(words & 0xffff0000u) * x;
     wide_t lower = (wide_t)vf_round_bf16(low) >> 16;
     words_store(weights, (vi)((wide_t)vf_round_bf16(high) | lower));
-    (void)round;
 #else
-    vf y = vf_load(weights) * x;
-    vf_store(weights, round ? vf_round_bf16(y) : y);
+    vf_store(weights, vf_load(weights) * x);
 #endif
 }
 
@@ -123,7 +125,7 @@ raise_reference(const forward_t *f, const group_t *g, int64_t column, int64_t co
         vf shrink = exp2_tile(vf_set(-raise * f->factor));
         vf_store(g->sum + r * VF, vf_load(g->sum + r * VF) * shrink);
         for (int64_t c = 0; c < words_of(column); c += VF) {
-            shrink_weights(f->weights + r * TILE_WORDS + c, shrink, f->view->round);
+            shrink_weights(f->weights + r * TILE_WORDS + c, shrink);
         }
         for (int64_t d = 0; !first_tile && d < f->width; d += VF) {
             float *x = g->result + r * f->width + d;
@@ -204,8 +206,7 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
     UNROLL for (int r = 0; r < MR; r++)
     {
         vf_store(g->sum + r * VF, sum[r]);
-        rows_store(f->weights + r * TILE_WORDS + column / FACTORS, s[r], nv,
-                   f->view->round);
+        rows_store(f->weights + r * TILE_WORDS + column / FACTORS, s[r], nv);
     }
 }
 
@@ -349,6 +350,9 @@ pass_tile(const forward_t *f, const group_t *g, int64_t key, int64_t key_count)
     int last_tile =
         seen_last <= TILE_KEYS && (view->causal || key + key_count == view->key_count);
     weigh_tile(f, g, key_count, seen, step, first_tile);
+    if (FACTORS == 1 && view->round) {
+        round_vectors(f->weights, MR * TILE_WORDS);
+    }
     float inverse[MR];
     if (last_tile) {
         finish_sums(f, g, inverse);

@@ -261,10 +261,9 @@ tile_store(vf c[MR][NV], int nv, float *x, int64_t stride)
 
 /* A row of the tile as factors. */
 INLINE void
-rows_store(word_t *to, const vf x[NV], int nv, int32_t round)
+rows_store(word_t *to, const vf x[NV], int nv)
 {
 #if FACTORS == 2
-    (void)round;
     UNROLL for (int v = 0; v + 1 < nv; v += 2)
     {
         words_store(to + v * VF / 2,
@@ -277,7 +276,7 @@ rows_store(word_t *to, const vf x[NV], int nv, int32_t round)
 #else
     UNROLL for (int v = 0; v < nv; v++)
     {
-        vf_store(to + v * VF, round ? vf_round_bf16(x[v]) : x[v]);
+        vf_store(to + v * VF, x[v]);
     }
 #endif
 }
