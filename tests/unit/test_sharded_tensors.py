@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import dcp
 from dcp import _dcp, checkpoint, sharded_tensors, tensor_list
 from dcp.optim import OPTIMIZERS, AdamW
+from dcp.sharded_part import rows_of
 from dcp.sharded_tensors import ShardedTensors
 
 MODES = list(itertools.product((True, False), ("step", "layer"), ("float32", "bfloat16")))
@@ -390,7 +391,28 @@ def everything_on_two(world, folder):
     return norms(world), disagreements(world), every_optimizer(world)
 
 
+def two_meshes(world):
+    """row 5: dense tensors over all ranks, experts over pairs; one norm."""
+    pair = world.group([world.rank // 2 * 2, world.rank // 2 * 2 + 1])
+    with (
+        dcp.fully_shard({"w": (8, 8)}, world) as dense_part,
+        dcp.fully_shard({"w": (64, 4)}, pair) as experts,
+    ):
+        if world.rank == 3:
+            dense_part.gradients("w")[0, 0] = 3.0
+        if pair.rank == 1:
+            experts.gradients("w")[5, 1] = (4.0, 12.0)[world.rank // 2]
+        own = experts.grad_norm()
+        assert own == (4.0, 12.0)[world.rank // 2]
+        # every pair's once
+        squares = world.allreduce(np.array([own**2 / pair.size]))
+        assert math.hypot(dense_part.grad_norm(), math.sqrt(float(squares[0]))) == 13.0
+        gc.collect()
+    pair.close()
+
+
 def everything_on_four(world):
+    two_meshes(world)
     replicated_update(world)
     return norms(world)
 
@@ -512,9 +534,7 @@ def test_any_shapes(sets, groups, ranks) -> None:
                 model.full_tensor(name, kind="gradients"), values_of(name, shape, 1)
             )
         part = model._trained
-        table = [
-            (*sharded_tensors._rows(t.shape), part.groups[t.group], t.block) for t in part.tensors
-        ]
+        table = [(*rows_of(t.shape), part.groups[t.group], t.block) for t in part.tensors]
     layout = _dcp.DBufferLayout(np.array(table, np.int64).reshape(-1, 4), ranks, 1, 0)
     owned = {i: [] for i in range(len(table))}
     for rank in range(ranks):
@@ -527,6 +547,20 @@ def test_any_shapes(sets, groups, ranks) -> None:
             assert first % max(1, block or width) == 0, "a block was cut"
             end = first + count
         assert end == rows * width
+
+
+@pytest.mark.parametrize(
+    "shape, ranks", [((5,), 2), ((96,), 5), ((32001,), 8), ((), 4), ((3, 2), 8), ((0,), 3)]
+)
+def test_sizes_that_do_not_divide(shape, ranks) -> None:
+    """case F-02: every element on one rank, also where some ranks have none."""
+    rows, width = rows_of(shape)
+    layout = _dcp.DBufferLayout(np.array([[rows, width, 0, 0]], np.int64), ranks, 1, 0)
+    owned = [run for rank in range(ranks) for run in layout.runs(rank)]
+    assert sum(count for _, _, count in owned) == math.prod(shape)
+    ends = np.cumsum([0, *(count for _, _, count in owned)])
+    assert [first for _, first, _ in owned] == ends[:-1].tolist()
+    assert layout.shards()[0] % 16 == 0
 
 
 def test_gathering_ahead_takes_and_gives_back_memory() -> None:
@@ -617,8 +651,8 @@ def test_with_torch_without_a_copy() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     with dcp.init("self") as world, dcp.fully_shard([("w", weight)], world) as model:
         view, gradient = model.gather(0)["w"], model.gradients("w")
-        leaf = torch.from_numpy(view).requires_grad_()
-        leaf.grad = torch.from_numpy(gradient)
+        leaf = torch.from_dlpack(view).requires_grad_()
+        leaf.grad = torch.from_dlpack(gradient)
         (leaf * 3).sum().backward()
         assert leaf.data_ptr() == view.ctypes.data and (gradient == 3).all()
         del leaf, view, gradient
