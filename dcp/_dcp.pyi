@@ -250,8 +250,18 @@ class Sharded:
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
     ) -> float: ...
+    def accumulate(
+        self,
+        micro_batches: Sequence[Any],
+        *,
+        scale: float = 0.0,
+        step: int = 0,
+        plan_hash: int = 0,
+        dropout_seed: int = 0,
+        groups: Sequence[tuple[int, int]] | None = None,
+    ) -> float: ...
     def set_optimizer(self, rules: Sequence[tuple[Any, ...]], keep: bool) -> None: ...
-    def states(self) -> list[tuple[str, dict[int, tuple[int, ...]]]]: ...
+    def states(self) -> list[tuple[str, str, dict[int, tuple[int, ...]]]]: ...
     def state_runs(self, state: int) -> list[tuple[int, int, NDArray[Any]]]: ...
     def evaluate(
         self,

@@ -755,7 +755,8 @@ class ShardedTensors:
         return found
 
     def _states(self) -> list[tuple[str, dict[int, tuple[int, ...]]]]:
-        return list(self._optimizer.states()) if self._optimizer is not None else []
+        states = self._optimizer.states() if self._optimizer is not None else []
+        return [(kind, shapes) for kind, _, shapes in states]
 
     def kind_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Kind of state -> tensor -> shape, for kinds whose shape is not the tensor's."""

@@ -133,16 +133,6 @@ cut(const dcp_optimizer_tensor_t *tensor, int64_t unit, optim_unit_t *unit_p)
 }
 
 static dcp_status_t
-check_real(const char *name, double value, double least, double below, int64_t number)
-{
-    if (!(value >= least && value < below)) {
-        return DCP_FAIL(DCP_ERR_ARG, "%s %g of tensor %" PRId64 " must lie in [%g, %g)",
-                        name, value, number, least, below);
-    }
-    return DCP_OK;
-}
-
-static dcp_status_t
 check(const dcp_optimizer_tensor_t *tensor, int64_t number)
 {
     const dcp_optimizer_rule_t *rule = &tensor->rule;
@@ -161,10 +151,7 @@ check(const dcp_optimizer_tensor_t *tensor, int64_t number)
         return DCP_FAIL(DCP_ERR_ARG, "every %d of tensor %" PRId64 " must be >= 1",
                         (int)rule->every, number);
     }
-    const double one = 1.0 - 0x1p-24; /* what rounds to 1 in fp32 is 1 */
-    DCP_TRY(check_real("beta1", rule->beta1, 0, one, number));
-    DCP_TRY(check_real("beta2", rule->beta2, 0, one, number));
-    return check_real("eps", rule->eps, 0x1p-126, 3e38, number);
+    return optim_check_adam(tensor, number);
 }
 
 static int32_t

@@ -127,10 +127,6 @@ run_exchange(redistribute_exchange_t *x)
     const dcp_redistribute_args_t *args = x->args;
     char *out = args->out;
     switch (x->order) {
-    case KEEP_LAST:
-        DCP_TRY(receive(x, out));
-        keep(x, out);
-        return DCP_OK;
     case STAGE_RECEIVED:
         DCP_TRY(receive(x, out));
         keep(x, out);

@@ -22,7 +22,6 @@ typedef struct redistribute_call {
 /* What happens in which order on this rank. */
 typedef enum redistribute_order {
     KEEP_FIRST,     /* stays, arrives */
-    KEEP_LAST,      /* arrives, stays */
     STAGE_RECEIVED, /* arrives in scratch, stays, scratch to out */
     STAGE_ALL,      /* all of out in scratch, fence, scratch to out; all ranks alike */
 } redistribute_order_t;

@@ -229,6 +229,12 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
             f"--steps {settings.steps}: {newest} is at step {shown['step']} already; --steps is "
             "the total, counted from step 0"
         )
+    optimizer = shown["state"].get("optimizer", "adamw")  # before there were others
+    if optimizer != settings.optimizer.name:
+        raise InputError(
+            f"{newest} has the state of optimizer {optimizer!r}, and this run is to go on with "
+            f"{settings.optimizer.name!r}: --optimizer {optimizer}, or another folder"
+        )
     here = dataclasses.asdict(settings.transformer())
     checkpoint.compare_configs(newest, shown["config"], here)
 

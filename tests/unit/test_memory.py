@@ -7,6 +7,7 @@ micro-batches among them, are not the core's and not counted.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +53,12 @@ def micro_batch(
 Work = list[tuple[list[int], dict[str, int]]]  # lengths and what is recomputed, in order
 
 
-def train_under(world: Any, works: list[Work], share: float) -> dict[str, int] | str:
+def train_under(
+    world: Any, works: list[Work], share: float, compute_dtype: str = "float32"
+) -> dict[str, int] | str:
     """Two steps over this rank's micro-batches under `share` of its estimate as the cap."""
-    cost = dcp.CostModel.for_model(CONFIG)
+    config = dataclasses.replace(CONFIG, compute_dtype=compute_dtype)
+    cost = dcp.CostModel.for_model(config)
     work = works[world.rank]
     estimate = max(
         (cost.memory(lengths, 1, recompute, world_size=world.size) for lengths, recompute in work),
@@ -63,7 +67,7 @@ def train_under(world: Any, works: list[Work], share: float) -> dict[str, int] |
     _dcp.set_memory_cap(int(estimate * share))
     batches = [micro_batch(*part, (world.rank, 1)) for part in work]
     try:
-        with dcp.fully_shard(CONFIG, world, seed=1) as model:
+        with dcp.fully_shard(config, world, seed=1) as model:
             for step in range(2):
                 model.step(
                     batches, scale=1e-3, trainable=1000, lr=1e-3, step=step,
@@ -90,19 +94,21 @@ def random_works(ranks: int, seed: int) -> list[Work]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_ranks_hold_no_more_than_their_plan_says(ranks: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "compute_dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16")]
+)
+def test_ranks_hold_no_more_than_their_plan_says(ranks: int, seed: int, compute_dtype: str) -> None:
     """Under a cap of the estimate itself, whatever is recomputed, one choice after the other."""
-    for result in dcp.launch(train_under, ranks, (random_works(ranks, seed), 1.0)):
+    for result in dcp.launch(train_under, ranks, (random_works(ranks, seed), 1.0, compute_dtype)):
         assert isinstance(result, dict), result
         assert result["held"] <= result["peak"] <= result["estimate"]
 
 
 def test_the_estimate_is_close() -> None:
     """Not far above what is held, so that a cap is used: with 3,000 tokens, by a fifth at most."""
-    for first in (0, 3):
+    for first, compute_dtype in ((0, "float32"), (3, "float32"), (0, "bfloat16")):
         works: list[Work] = [[([2000, 1000], choice)] for choice in CHOICES[first : first + 3]]
-        for result in dcp.launch(train_under, 3, (works, 1.0)):
+        for result in dcp.launch(train_under, 3, (works, 1.0, compute_dtype)):
             assert isinstance(result, dict), result
             assert 0.8 * result["estimate"] <= result["peak"] <= result["estimate"]
 
@@ -114,10 +120,12 @@ def test_a_cap_that_is_too_low_is_an_error_on_all_ranks() -> None:
         assert isinstance(result, str) and "memory cap" in result
 
 
-def train_plans(world: Any, plans: list[dict[str, Any]]) -> list[dict[str, int]]:
+def train_plans(
+    world: Any, plans: list[dict[str, Any]], config: dcp.Transformer1D
+) -> list[dict[str, int]]:
     """A step of each plan under its own cap: what this rank held at most, and the estimates."""
     seen = []
-    with dcp.fully_shard(CONFIG, world, seed=1) as model:
+    with dcp.fully_shard(config, world, seed=1) as model:
         for step, document in enumerate(plans):
             plan = dcp.Plan.from_json(document)
             batches = [
@@ -139,10 +147,12 @@ def train_plans(world: Any, plans: list[dict[str, Any]]) -> list[dict[str, int]]
     return seen
 
 
-def plans_under_a_cap(ranks: int, share: float, longest: int) -> list[dict[str, Any]]:
+def plans_under_a_cap(
+    ranks: int, share: float, longest: int, config: dcp.Transformer1D
+) -> list[dict[str, Any]]:
     """Plans that recompute and share micro-batches, since the cap leaves little."""
     threads = max(1, _dcp.cpu_info()["cores"] // ranks)
-    cost = dcp.CostModel.for_model(CONFIG, threads=threads)
+    cost = dcp.CostModel.for_model(config, threads=threads)
     rng = np.random.default_rng(ranks)
     cap = int(share * cost.memory([longest], ranks, "full", world_size=ranks))
     made = []
@@ -156,11 +166,17 @@ def plans_under_a_cap(ranks: int, share: float, longest: int) -> list[dict[str, 
     return [p.to_json() for p in made]
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 1.15), (3, 1.15), (4, 1.02)])
-def test_planned_groups_stay_under_cap_and_estimate(ranks: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "share", "compute_dtype"),
+    [(2, 1.15, "float32"), (3, 1.15, "float32"), (3, 1.15, "bfloat16"), (4, 1.02, "float32")],
+)
+def test_planned_groups_stay_under_cap_and_estimate(
+    ranks: int, share: float, compute_dtype: str
+) -> None:
     """Real plans under a cap that forces groups and recompute; the cap is the core's as well."""
-    plans = plans_under_a_cap(ranks, share, 2500)
-    for seen in dcp.launch(train_plans, ranks, (plans,)):
+    config = dataclasses.replace(CONFIG, compute_dtype=compute_dtype)
+    plans = plans_under_a_cap(ranks, share, 2500, config)
+    for seen in dcp.launch(train_plans, ranks, (plans, config)):
         most = 0
         for step in seen:
             most = max(most, step["estimate"])
@@ -197,13 +213,15 @@ def test_long_and_short_by_turns_stay_under_the_estimate() -> None:
     choice=st.sampled_from(CHOICES),
     threads=st.integers(1, 4),
     world=st.integers(1, 16),
+    compute_dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 def test_the_cost_model_covers_what_the_core_reckons(
-    tokens: int, choice: dict[str, int], threads: int, world: int
+    tokens: int, choice: dict[str, int], threads: int, world: int, compute_dtype: str
 ) -> None:
     """For any number of tokens and threads, also between those that it was fitted to."""
-    cost = dcp.CostModel.for_model(CONFIG, threads=threads)
-    count = CONFIG.parameter_count()
-    held = CONFIG.activation_bytes(tokens, threads=threads, recompute=choice)
+    config = dataclasses.replace(CONFIG, compute_dtype=compute_dtype)
+    cost = dcp.CostModel.for_model(config, threads=threads)
+    count = config.parameter_count()
+    held = config.activation_bytes(tokens, threads=threads, recompute=choice)
     estimate = cost.memory([tokens], 1, choice, world_size=world)
     assert estimate >= held + 4 * count + 12 * count / world

@@ -507,6 +507,26 @@ def test_sums_over_a_mesh_are_bitwise_the_stated_order(
     assert first == dcp.launch(hybrid_gradients, ranks, args=(shapes,))
 
 
+def move_much(world: dcp.World) -> None:
+    mesh = dcp.Mesh(world)
+    shape = (4100, 1031)  # rows of odd lengths, 8 MB a part and more
+    whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    for isa in _dcp.cpu_info()["isas"]:
+        _dcp.set_isa(isa)
+        columns, window = mesh.allocate(shape, [Shard(1)], np.int32)
+        redistribute(whole, shape, mesh, [Replicate()], [Shard(1)], out=columns)
+        np.testing.assert_array_equal(columns, chunk(whole, 1, world.rank, 2))
+        for place in (window, None):
+            full = np.zeros_like(whole)
+            target = [Replicate()]
+            redistribute(columns, shape, mesh, [Shard(1)], target, out=full, window=place)
+            np.testing.assert_array_equal(full, whole)
+
+
+def test_much_memory_moves_around_the_cache_on_every_instruction_set() -> None:
+    dcp.launch(move_much, 2)
+
+
 def disagree(world: dcp.World) -> list[str]:
     mesh = dcp.Mesh(world)
     odd = world.rank == 1
