@@ -407,6 +407,42 @@ def test_footprints_add_up(optimizer: str) -> None:
         assert low <= state <= high
 
 
+def test_state_of_optimizers() -> None:
+    """One matrix of 300 x 200 and one vector of 64, on one rank."""
+    groups = group_tensors([("layers.0.w", (300, 200)), ("layers.0.b", (64,))])
+    buffers = plan_groups(groups, ranks=1)
+    blocks = 3 * 2  # Shampoo's, of 100 x 100
+    wanted = {
+        "adamw": 8 * 60064,
+        "adamw8bit": 2 * 60000 + 8 * 300 + 8 * 64,
+        "muon": 4 * 60000 + 8 * 64,
+        "shampoo": 8 * 60064 + blocks * 4 * 4 * 100 * 100,
+        "sgd": 4 * 60064,
+    }
+    assert list(wanted) == optimizer_names()
+    for name, count in wanted.items():
+        entry = footprints(groups, buffers, ranks=1, optimizer=name)[0]
+        assert entry.memory["optimizer"] == count
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "shampoo"])
+def test_state_is_what_optimizers_make(name: str) -> None:
+    optimizers = {
+        "adamw": dcp.optim.AdamW,
+        "adamw8bit": dcp.optim.AdamW8bit,
+        "muon": dcp.optim.Muon,
+        "shampoo": dcp.optim.Shampoo,
+    }
+    groups, buffers, _ = planned(False, 1)
+    ours = footprints(groups, buffers, ranks=1, optimizer=name)[0]
+    with dcp.init("self") as world, dcp.fully_shard(config_of(False), world) as model:
+        model.set_optimizer(optimizers[name]())
+        runs = [run for kind, runs in model.shards().items() if kind != "weights" for run in runs]
+        made = sum(run.array.nbytes for run in runs)
+        del runs
+    assert ours.memory["optimizer"] == made
+
+
 def test_figures_of_no_optimizer() -> None:
     groups = group_tensors([("w", (8, 8))])
     with pytest.raises(dcp.ArgumentError, match="did you mean 'adamw'"):
