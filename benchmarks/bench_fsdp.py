@@ -178,7 +178,7 @@ COUNT, REPEATS = 16 << 20, 7
 def test_group_operations(benchmark: Any) -> None:
     """A buffer of 64 MB in 1,000 tensors, one core."""
     _dcp.set_num_threads(1)
-    table = np.array([[COUNT // 1000 // 64, 64, 0, 0]] * 1000, np.int64)
+    table = np.array([[COUNT // 1000 // 512, 512, 0, 0]] * 1000, np.int64)
     with dcp.init("self") as world:
         _dcp.set_num_threads(1)
         layout = _dcp.DBufferLayout(table, 1, 1, 0)

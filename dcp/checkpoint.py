@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from dcp import _dcp
 from dcp import checkpoint_format as form
+from dcp.checkpoint_async import AsyncSaver, SaveTimes
 from dcp.checkpoint_exchange import convert_index, export_index
 from dcp.checkpoint_folder import is_foreign, is_used, latest, resolve
 from dcp.checkpoint_foreign import open_foreign
@@ -49,11 +49,14 @@ from dcp.checkpoint_writer import (
     parts_of,
     plain,
     plain_shapes,
+    together,
 )
 
 __all__ = [
+    "AsyncSaver",
     "Loaded",
     "Run",
+    "SaveTimes",
     "compare_configs",
     "convert",
     "export",
@@ -70,19 +73,6 @@ __all__ = [
 
 
 _logger = logging.getLogger("dcp")
-
-
-@contextmanager
-def _together(world: World | None, what: str) -> Iterator[None]:
-    """A failure on one rank ends the others' waits; errors of files become dcp.FileError."""
-    try:
-        yield
-    except BaseException as error:
-        if world is not None and world.size > 1:
-            world.abort(f"{what} failed on rank {world.rank}: {error}")
-        if isinstance(error, OSError) and not isinstance(error, _dcp.Error):
-            raise _dcp.FileError(f"{what} failed: {error}") from error
-        raise
 
 
 def save(
@@ -145,7 +135,7 @@ def save(
     ...     print(path.name, checkpoint.load(path, shards=shards, shapes={"w": (2, 3)}))
     step-00000012 {'epoch': 1}
     """
-    with _together(world, f"saving step {step} in {folder}"):
+    with together(world, f"saving step {step} in {folder}"):
         names = plain_shapes(shapes)
         saving = Saving(
             folder,
@@ -248,7 +238,7 @@ def load(
     >>> here.tolist(), done.loaded, done.missing, done.unexpected
     ([1.0, 1.0, 1.0], {'weights': ['w']}, {'weights': ['b']}, {'weights': ['more']})
     """
-    with _together(world, f"loading {path}"):
+    with together(world, f"loading {path}"):
         index = _open(path)
         here = plain_shapes(shapes)
         held = held_kinds(shards, here, kind_shapes, writable=True)
@@ -286,8 +276,10 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
     -------
     dict
         ``path``, ``step``, ``world``, ``bytes``, ``tensors`` (name, shape, kinds of each; where a
-        kind has another shape, ``kind_shapes``), ``kinds`` (dtype, elements, tensors of each),
-        ``files`` (name, bytes of each), ``config``, ``state``.
+        kind has another shape, ``kind_shapes``), ``kinds`` (dtype as the files say it, elements,
+        tensors of each), ``dtypes`` (of each kind's arrays), ``kind_shapes`` (kind to tensor to
+        shape, where it is not the tensor's), ``files`` (name, bytes of each), ``config``,
+        ``state``.
 
     Raises
     ------
@@ -301,7 +293,7 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"reading {path}"):
+    with together(None, f"reading {path}"):
         index = _open(path)
     return {
         "path": str(index.path),
@@ -316,6 +308,16 @@ def show(path: str | os.PathLike[str]) -> dict[str, Any]:
                 "tensors": len(held.shapes),
             }
             for kind, held in index.kinds.items()
+        },
+        "dtypes": {
+            kind: DTYPES[held.dtype].name
+            for kind, held in index.kinds.items()
+            if held.dtype is not None
+        },
+        "kind_shapes": {
+            kind: other
+            for kind, held in index.kinds.items()
+            if (other := {n: list(s) for n, s in held.shapes.items() if s != index.shapes[n]})
         },
         "files": [{"name": file.name, "bytes": file.bytes} for file in index.files],
         "config": index.config,
@@ -346,7 +348,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"verifying {path}"):
+    with together(None, f"verifying {path}"):
         index = _open(path)
         with Reader(index) as reader:
             reader.verify()
@@ -376,7 +378,7 @@ def gather(
     Traceback (most recent call last):
     dcp.FileError: no/such/folder cannot be read: ...
     """
-    with _together(None, f"reading {path}"):
+    with together(None, f"reading {path}"):
         index = _open(path)
         kinds = list(index.kinds) if kinds is None else list(kinds)
         for kind in kinds:
@@ -434,7 +436,7 @@ def read(
     ...     checkpoint.read(folder + "/a.safetensors", "w", first=2, count=3).tolist()
     [1.0, 1.0, 1.0]
     """
-    with _together(None, f"reading {path}"):
+    with together(None, f"reading {path}"):
         index = _open(path)
         check_kind(index, kind)
         dtype, shapes = index.kinds[kind]
@@ -494,7 +496,7 @@ def export(
     ...     checkpoint.export(folder + "/model", folder + "/half", dtype="bfloat16")
     {'files': ['model.safetensors'], 'bytes': 1488}
     """
-    with _together(None, f"exporting {path}"):
+    with together(None, f"exporting {path}"):
         index = _open(path)
         return export_index(index, Path(out), max_shard_bytes=max_shard_bytes, dtype=dtype)
 
@@ -540,7 +542,7 @@ def convert(
     ...     checkpoint.show(path)["world"], path.name
     (2, 'step-00000000')
     """
-    with _together(None, f"converting {path}"):
+    with together(None, f"converting {path}"):
         if is_used(out):
             raise _dcp.ArgumentError(f"{out} holds checkpoints already: name another folder")
         index = _open(path)

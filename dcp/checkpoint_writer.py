@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -63,6 +63,19 @@ class World(Protocol):
     def size(self) -> int: ...
     def barrier(self) -> None: ...
     def abort(self, text: str, /) -> None: ...
+
+
+@contextmanager
+def together(world: World | None, what: str) -> Iterator[None]:
+    """A failure on one rank ends the others' waits; errors of files become dcp.FileError."""
+    try:
+        yield
+    except BaseException as error:
+        if world is not None and world.size > 1:
+            world.abort(f"{what} failed on rank {world.rank}: {error}")
+        if isinstance(error, OSError) and not isinstance(error, _dcp.Error):
+            raise _dcp.FileError(f"{what} failed: {error}") from error
+        raise
 
 
 def plain(value: Any, what: str) -> dict[str, Any]:

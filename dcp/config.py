@@ -90,11 +90,14 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Where checkpoints lie, how often one is written, how many are kept."""
+    """Where checkpoints lie, how often one is written and how, how many are kept."""
 
     folder: str | None = None
     save_every: int | None = None
     keep: int = 3
+    asynchronous: bool = False
+    copy_bytes: int = 256 * 10**6
+    init: str | None = None  # weights to start from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,6 +406,8 @@ def _convert(key: str, value: Any, kind: Any, source: str) -> Any:
     """Turn a value into the type of its key, or raise what is wrong with it."""
     if key == "memory":
         return None if value == "none" else parse_bytes(value)
+    if key == "checkpoint.copy_bytes":
+        return parse_bytes(value, key)
     if key == "plan.recompute":
         return _recompute(value, source)
     if key == "optimizer.groups":

@@ -11,6 +11,7 @@ each or so many bytes, and a group in several buffers where its rows do not go t
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ __all__ = [
     "plan_layout",
 ]
 
+_COUNTED = 2**62  # elements, ranks: the core counts in 64 bits, with room for a sum
 ORDERS = ("model", "shape", "size", "search")
 _OF_GROUPS = ("Buffer", "TensorGroup", "group_tensors", "plan_groups")
 
@@ -153,9 +155,14 @@ class Layout:
         if not 0 <= rank < self.ranks:
             raise _dcp.ArgumentError(f"rank {rank} must lie in 0..{self.ranks - 1}")
         low, high = rank * self.shard_elements, (rank + 1) * self.shard_elements
-        pieces = []
-        for name in self._by_start:
+        names, pieces = self._by_start, []
+        at = bisect.bisect_right(names, low, key=lambda name: self.offsets[name]) - 1
+        while at > 0 and math.prod(self.shapes[names[at]]) == 0:
+            at -= 1  # behind an empty tensor one may reach into this shard
+        for name in names[max(at, 0) :]:
             start = self.offsets[name]
+            if start >= high:
+                break
             first = max(low, start)
             last = min(high, start + math.prod(self.shapes[name]))
             if first < last:
@@ -302,9 +309,14 @@ def layout_of(
     if order not in ORDERS:
         raise _dcp.ArgumentError(f"order {order!r} must be one of {', '.join(ORDERS)}")
     sizes = [math.prod(shape) for shape in shapes.values()]
-    largest = max([*sizes, ranks, *blocks.values()])
-    if largest >= 2**62:
-        raise _dcp.ArgumentError(f"{largest} elements or ranks cannot be counted in 64 bits")
+    if max([*sizes, *blocks.values()], default=0) >= _COUNTED:
+        name = next(n for n, s in zip(shapes, sizes, strict=True) if max(s, blocks[n]) >= _COUNTED)
+        raise _dcp.ArgumentError(
+            f"tensor {name!r} of shape {shapes[name]} has more elements than can be counted in "
+            "64 bits"
+        )
+    if ranks >= _COUNTED:
+        raise _dcp.ArgumentError(f"ranks {ranks} cannot be counted in 64 bits")
     starts, shard = _dcp.layout_plan(sizes, list(blocks.values()), ranks, unit, ORDERS.index(order))
     offsets = dict(zip(shapes, starts.tolist(), strict=True))
     return Layout(

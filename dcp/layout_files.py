@@ -9,10 +9,12 @@ or JSON: a list of ``{"name": ..., "shape": [...], "dtype": ...}``, or an object
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp._dcp import ArgumentError, FileError
+from dcp.layout_groups import is_layer
 
 __all__ = ["TensorList", "read_tensors"]
 
@@ -83,7 +85,7 @@ def read_tensors(path: str | Path) -> TensorList:
             raise FileError(f"{path} holds neither {INDEX} nor {SINGLE}")
         path = found[0]
     if path.suffix == ".safetensors":
-        return TensorList(_header(path))
+        return TensorList(_in_order_of_a_pass(_header(path)))
     if path.suffix != ".json":
         raise ArgumentError(f"{path}: must end in .json or .safetensors")
     document = _json(path)
@@ -143,16 +145,19 @@ def _index(path: Path, weight_map: Any) -> list[Entry]:
         if name not in files[file]:
             _fail(path, f"lists {name!r} in {file}, which does not hold it")
         entries.append(files[file][name])
-    return _in_layers(entries)
+    return _in_order_of_a_pass(entries)
 
 
-def _in_layers(entries: list[Entry]) -> list[Entry]:
-    """Indexes are sorted as text: layer 10 before layer 2. The order of numbers is the model's."""
-    import re
+def _in_order_of_a_pass(entries: list[Entry]) -> list[Entry]:
+    """Embeddings, layers by number, what is left: files and indexes are sorted as text."""
 
-    def key(entry: Entry) -> list[tuple[int, int, str]]:
-        parts = re.split(r"(\d+)", entry[0])
-        return [(1, int(p), "") if p.isdecimal() else (0, 0, p) for p in parts]
+    def key(entry: Entry) -> tuple[int, list[tuple[int, int, str]]]:
+        name = entry[0]
+        stage = 1 if is_layer(name) else 2
+        if stage == 2 and any(word in name for word in ("embed", "wte", "wpe")):
+            stage = 0
+        parts = re.split(r"(\d+)", name) if stage == 1 else []
+        return stage, [(1, int(p), "") if p.isdecimal() else (0, 0, p) for p in parts]
 
     return sorted(entries, key=key)
 

@@ -53,7 +53,7 @@ ITEM_BYTES = {
 Tensors = Mapping[str, Sequence[int]] | Iterable[tuple[Any, ...]]
 By = str | int | Callable[[str], str] | Sequence[tuple[str, Sequence[str]]]
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.\d+(?=\.)")
+_LAYER = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.\d+(?=\.)")
 
 
 def is_layer(group: str) -> bool:

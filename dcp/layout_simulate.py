@@ -61,9 +61,11 @@ def _adamw(name: str, shape: tuple[int, ...]) -> float:
 
 
 def _adamw8bit(name: str, shape: tuple[int, ...]) -> float:
-    """Two codes an element, two fp32 scales a block of 256; small tensors as AdamW."""
+    """Two codes an element, two fp32 scales a block of 256 of a row; small tensors as AdamW."""
     size = math.prod(shape)
-    return 8.0 * size if size < 4096 else 2.0 * size + 8.0 * -(-size // 256)
+    if size < 4096:
+        return 8.0 * size
+    return 2.0 * size + 8.0 * math.prod(shape[:-1]) * -(-shape[-1] // 256)
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -19,6 +19,8 @@ from dcp._dcp import ArgumentError
 __all__ = ["KINDS", "SCHEDULES", "Group", "Optimizer", "Rule"]
 
 SCHEDULES = ("constant", "cosine", "linear")
+EIGHT_BIT_LEAST = 4096  # elements of a tensor that may have 8-bit state
+EIGHT_BIT_BLOCK = 256  # of them share a scale; both are the core's (optim.h)
 KINDS = ("none", "adamw", "adamw8bit", "muon", "shampoo")  # dcp_optimizer_kind_t
 
 

@@ -540,8 +540,8 @@ def redistribute(
     source, target : sequence of placements, one for each axis
         From where to where.
     out : array, optional
-        Where the new part goes. It may overlap `local`: nothing passes scratch memory where what
-        arrives lands neither on what must still leave nor on what stays; a rank that only gives or
+        Where the new part goes. It may overlap `local`: what arrives then passes scratch memory
+        only where the new part lands on elements that must still leave. A rank that only gives or
         only takes never needs any.
     window : window, optional
         The window in which `local` lies on every rank (`Mesh.allocate`): ranks then copy straight

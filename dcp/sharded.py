@@ -154,6 +154,7 @@ class ShardedModel:
         self._updates = 0
         self._optimizer: Optimizer | None = None
         self._kept: dict[str, list[Run]] = {}  # state of frozen tensors, by kind
+        self._kept_dtypes: dict[str, np.dtype[Any]] = {}
         self._kept_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
     @property
@@ -220,7 +221,7 @@ class ShardedModel:
         weights.
         """
         shards = {"weights": self._runs(self._core.runs(_WEIGHTS))}
-        for number, (kind, _) in enumerate(self._core.states()):
+        for number, (kind, _, _) in enumerate(self._core.states()):
             shards[kind] = self._runs(self._core.state_runs(number))
         for kind, runs in self._kept.items():
             shards[kind] = shards.get(kind, []) + runs
@@ -232,8 +233,62 @@ class ShardedModel:
     def state_names(self) -> dict[str, list[str]]:
         """Kind of state -> the tensors that have it, over all ranks; empty before one is set."""
         return {
-            kind: [self._names[tensor] for tensor in shapes] for kind, shapes in self._core.states()
+            kind: [self._names[tensor] for tensor in shapes]
+            for kind, _, shapes in self._core.states()
         }
+
+    def local_range(self, name: str) -> tuple[int, int]:
+        """First element and number of elements of a tensor that this rank owns; (0, 0): none."""
+        index = self._index(name)
+        for tensor, first, array in self._core.runs(_WEIGHTS):
+            if tensor == index:
+                return first, int(array.size)
+        return 0, 0
+
+    def full_tensor(self, name: str, *, kind: str = "weights") -> NDArray[Any]:
+        """A whole tensor from the shards of all ranks, as an array of its own. Collective.
+
+        Parameters
+        ----------
+        name : str
+            Of a tensor.
+        kind : str
+            "weights", or a state of the optimizer that this tensor has ("adamw.m", ...), which may
+            have a shape of its own: `kind_shapes`.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            There is no such tensor, or it has no such state.
+        """
+        shape = self.shapes[self._names[self._index(name)]]
+        names = {"weights": self._names} | self.state_names()
+        if name not in [*names.get(kind, ()), *self._kept_shapes.get(kind, ())]:
+            known = [k for k, of in names.items() if name in of]
+            raise _dcp.ArgumentError(f"{name!r} has no {kind!r}, only {', '.join(known)}")
+        shape = self.kind_shapes().get(kind, {}).get(name, shape)
+        runs = [run for run in self.shards()[kind] if run.name == name]
+        table = np.array([(run.first, run.array.size) for run in runs], np.int64).ravel()
+        values = b"".join(run.array.tobytes() for run in runs)
+        dtype = self._state_dtype(kind)
+        out = np.zeros(math.prod(shape), dtype)
+        tables = self.world.allgatherv(table).reshape(-1, 2).tolist()
+        flat = self.world.allgatherv(np.frombuffer(values, np.uint8)).view(dtype)
+        start = 0
+        for first, count in tables:
+            out[first : first + count] = flat[start : start + count]
+            start += count
+        return out.reshape(shape)
+
+    def _state_dtype(self, kind: str) -> np.dtype[Any]:
+        """Of a kind, also on a rank that holds nothing of it."""
+        dtypes = {name: np.dtype(dtype) for name, dtype, _ in self._core.states()}
+        return dtypes.get(kind, self._kept_dtypes.get(kind, np.dtype(np.float32)))
+
+    def _index(self, name: str) -> int:
+        if name not in self._names:
+            raise _dcp.ArgumentError(f"{name!r} is no tensor of this model")
+        return self._names.index(name)
 
     def kind_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Kind of state -> tensor -> shape, for the kinds whose shape is not the tensor's.
@@ -243,7 +298,7 @@ class ShardedModel:
         shapes = self.shapes
         found = {
             kind: {self._names[tensor]: shape for tensor, shape in of.items()}
-            for kind, of in self._core.states()
+            for kind, _, of in self._core.states()
         }
         for kind, kept in self._kept_shapes.items():
             found[kind] = found.get(kind, {}) | kept
@@ -280,6 +335,7 @@ class ShardedModel:
         weights = self._runs(self._core.runs(_WEIGHTS))
         for kind, of in states.items():
             dtype = np.dtype((dtypes or {}).get(kind, "float32"))
+            self._kept_dtypes[kind] = dtype
             for name, shape in of.items():
                 if name not in shapes:
                     raise _dcp.ArgumentError(f"states: {name!r} is no tensor of this model")
@@ -409,6 +465,40 @@ class ShardedModel:
         if not result["skipped"]:
             self._updates += 1
         return StepResult(**result)
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[MicroBatchLike],
+        *,
+        scale: float,
+        step: int = 0,
+        plan_hash: str = "0",
+        dropout_seed: int = 0,
+        groups: Sequence[tuple[int, int]] = (),
+    ) -> float:
+        """Add this rank's micro-batches to the gradients, without an update. Collective.
+
+        The next `step` (or `loss_and_gradients`) includes them: what it does is bit for bit what
+        one call with all micro-batches, in this order, would do. Ranks exchange the loss and no
+        gradients, unless ``reduce="layer"``, where every pass sums its layers' gradients as always.
+        Dropout masks depend on `row_ids`, which should differ between the calls of one step.
+        Checkpoints do not hold what is accumulated.
+
+        Returns
+        -------
+        float
+            Sum over all ranks of the scaled loss, of this and the calls before since the last step.
+        """
+        return float(
+            self._core.accumulate(
+                micro_batches,
+                scale=scale,
+                step=step,
+                plan_hash=int(plan_hash, 16) & 0xFFFFFFFFFFFFFFFF,
+                dropout_seed=dropout_seed,
+                groups=groups,
+            )
+        )
 
     def loss_and_gradients(
         self,

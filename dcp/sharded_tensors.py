@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from dcp import _dcp
 from dcp.checkpoint import Run
+from dcp.sharded_part import DEMAND, SHARD, SHARED, Part
 from dcp.tensor_list import Init, Tensor, group_tensors, match, read_tensors, resolve_ties
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedTensors", "UpdateResult"]
 
 FloatArray = NDArray[np.float32]
-_SHARED, _PRIVATE, _LOCAL, _SHARD, _DEMAND = range(5)  # dcp_dbuffer_kind_t
-_F32, _BF16 = 0, 1  # dcp_dtype_t
-_COMPUTE = {"float32": _F32, "bfloat16": _BF16}
+_COMPUTE = ("float32", "bfloat16")
 _ORDERS = ("model", "shape", "size", "search")  # dcp_layout_order_t
 _ALL = -1
 _LARGEST = 2**63 // 8  # elements of a tensor, so that bytes of a buffer can be counted
@@ -65,65 +64,6 @@ class UpdateResult:
     grad_norm: float
     lr: float
     skipped: bool
-
-
-class _Part:
-    """Tensors that share a layout: the trained ones, or the frozen ones."""
-
-    def __init__(self, owner: ShardedTensors, tensors: list[Tensor], trained: bool) -> None:
-        self.tensors = tensors
-        self.index = {tensor.name: i for i, tensor in enumerate(tensors)}
-        used = list(dict.fromkeys(tensor.group for tensor in tensors))
-        self.groups = {group: i for i, group in enumerate(used)}  # of all -> of this layout
-        rows = [
-            (*_rows(tensor.shape), self.groups[tensor.group], tensor.block) for tensor in tensors
-        ]
-        self.layout = _dcp.DBufferLayout(
-            np.array(rows, np.int64).reshape(-1, 4), owner._shards.size, 1, owner._order
-        )
-        self.runs = {
-            tensors[i].name: (first, count)
-            for i, first, count in self.layout.runs(owner._shards.rank)
-        }
-        self.gradients: Any = None
-        self.sums: Any = None
-        self.copies: Any = None
-        self.weights = self._make(owner, *owner._weight_kind())
-        if owner.compute_dtype == "bfloat16":
-            kind = _SHARED if owner.windows else _DEMAND
-            self.copies = self._make(owner, kind, dtype=_BF16)
-        if trained:
-            kind = _PRIVATE if owner.windows else _LOCAL
-            by_layer = owner.reduce_mode == "layer"
-            replicas = owner._replicas if owner.replicas > 1 else None
-            self.gradients = self._make(owner, _DEMAND if by_layer else kind, replicas=replicas)
-            self.sums = self._make(owner, _SHARD) if by_layer else self.gradients
-
-    def _make(
-        self, owner: ShardedTensors, kind: int, keep_own: bool = False, **options: Any
-    ) -> Any:
-        return _dcp.DBuffer(owner._shards, self.layout, kind, keep_own=keep_own, **options)
-
-    @property
-    def whole(self) -> Any:
-        """The buffer whose whole tensors are computed with."""
-        return self.copies if self.copies is not None else self.weights
-
-    @property
-    def source(self) -> Any:
-        """Where a gather's slices come from; None: they are in place."""
-        return self.weights if self.copies is not None else None
-
-    def buffers(self) -> list[Any]:
-        found = [self.weights, self.copies, self.gradients]
-        if self.sums is not self.gradients:
-            found.append(self.sums)
-        return [buffer for buffer in found if buffer is not None]
-
-    def view(self, buffer: Any, name: str, writable: bool) -> NDArray[Any]:
-        tensor = self.tensors[self.index[name]]
-        flat: NDArray[Any] = buffer.tensor(self.index[name], math.prod(tensor.shape), writable)
-        return flat.reshape(tensor.shape)
 
 
 class ShardedTensors:
@@ -150,7 +90,7 @@ class ShardedTensors:
         Order of tensors inside a group, see `dcp.plan_layout`.
     compute_dtype : {"float32", "bfloat16"}
         Type of gathered weights; the main ones are float32. NumPy has no bfloat16, its bits come as
-        uint16 (``torch.from_numpy(x).view(torch.bfloat16)``).
+        uint16 (``torch.from_dlpack(x).view(torch.bfloat16)``).
     reduce_dtype : "float32"
         Type in which gradients are summed.
     frozen, ignored : sequence of str
@@ -196,8 +136,8 @@ class ShardedTensors:
     With torch, no copy:
 
     >>> def use_with_torch(model):  # doctest: +SKIP
-    ...     weight = torch.from_numpy(model.gather("0")["0.weight"])
-    ...     gradient = torch.from_numpy(model.gradients("0.weight"))
+    ...     weight = torch.from_dlpack(model.gather("0")["0.weight"])
+    ...     gradient = torch.from_dlpack(model.gradients("0.weight"))
     """
 
     def __init__(
@@ -249,10 +189,10 @@ class ShardedTensors:
         self._agree(given)
         self._shards, self._replicas = self._split(world)
         self._stored = stored
-        self._trained = _Part(self, [t for t in stored if t.name not in self._frozen], True)
+        self._trained = Part(self, [t for t in stored if t.name not in self._frozen], True)
         self._parts = [self._trained]
         if self._frozen:
-            self._parts.append(_Part(self, [t for t in stored if t.name in self._frozen], False))
+            self._parts.append(Part(self, [t for t in stored if t.name in self._frozen], False))
         self._part_of = {name: part for part in self._parts for name in part.index}
         self._ignored = {t.name: t.whole(init) for t in given if t.name in self._left_alone}
         self._fresh: set[int] = set()  # gathered since the weights changed
@@ -272,8 +212,8 @@ class ShardedTensors:
 
     def _weight_kind(self) -> tuple[int, bool]:
         if self.windows:
-            return _SHARED, False
-        return (_SHARD, False) if self.compute_dtype == "bfloat16" else (_DEMAND, True)
+            return SHARED, False
+        return (SHARD, False) if self.compute_dtype == "bfloat16" else (DEMAND, True)
 
     def _agree(self, given: list[Tensor]) -> None:
         """All ranks shard the same tensors in the same way. Collective."""
@@ -390,7 +330,7 @@ class ShardedTensors:
         self._in_use.add(number)
         return self._views(number)
 
-    def _shared_weights(self, part: _Part) -> Any:
+    def _shared_weights(self, part: Part) -> Any:
         """The buffer that needs no gather; None where all do."""
         return part.weights if self.windows else None
 
@@ -755,7 +695,8 @@ class ShardedTensors:
         return found
 
     def _states(self) -> list[tuple[str, dict[int, tuple[int, ...]]]]:
-        return list(self._optimizer.states()) if self._optimizer is not None else []
+        states = self._optimizer.states() if self._optimizer is not None else []
+        return [(kind, shapes) for kind, _, shapes in states]
 
     def kind_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Kind of state -> tensor -> shape, for kinds whose shape is not the tensor's."""
@@ -852,8 +793,3 @@ class ShardedTensors:
             f"<dcp.ShardedTensors of {len(self._stored)} tensors, {count:,} elements, in "
             f"{len(self._group_names)} groups over {self.world.size} ranks>"
         )
-
-
-def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and their width; tensors of one dimension have rows of one element."""
-    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)

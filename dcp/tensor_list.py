@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcp import _dcp
+from dcp.optim_base import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST
 
 __all__ = ["Init", "Tensor", "group_tensors", "match", "read_tensors", "resolve_ties"]
 
@@ -127,7 +128,10 @@ def _block(tensor: Tensor, rows: Any) -> int:
             f'block_rows = {rows!r} of {tensor.name!r} must be an integer >= 1 or "all"'
         )
     if rows == 1 or len(tensor.shape) < 2:
-        return 0
+        # elements one by one could be cut anywhere, but 8-bit state has blocks of them
+        single = len(tensor.shape) < 2 or tensor.shape[-1] == 1
+        large = math.prod(tensor.shape) >= EIGHT_BIT_LEAST
+        return EIGHT_BIT_BLOCK if single and large else 0
     height = math.prod(tensor.shape[:-1])
     return max(1, min(rows, height) * tensor.shape[-1])
 

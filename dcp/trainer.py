@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dcp._dcp import ArgumentError, FileError, MismatchError, StateError, UnsupportedError
+from dcp.checkpoint_async import AsyncSaver, SaveTimes
 from dcp.optim_base import Optimizer
 from dcp.refit import Refit
 
@@ -135,6 +136,11 @@ class Trainer:
         the last one.
     keep : int
         Newest checkpoints that are kept.
+    asynchronous : bool
+        Copy what a checkpoint holds and write it beside the next steps; `fit` waits at its end.
+        See :class:`dcp.checkpoint.AsyncSaver`.
+    copy_bytes : int
+        Most bytes of this copy on one rank; the rest is written before the next step.
     resume : bool
         Go on from the newest whole checkpoint in `checkpoint`; :class:`dcp.FileError` if there is
         none.
@@ -152,7 +158,8 @@ class Trainer:
     seed : int
         Of dropout.
     metrics : path or None
-        Folder of `metrics.jsonl`, one JSON object a line (a step, an evaluation), and of
+        Folder of `metrics.jsonl`, one JSON object a line (a step, an evaluation, a save: see
+        :class:`dcp.checkpoint.SaveTimes`), and of
         `tensorboard/` where tensorboardX or TensorBoard with torch is installed.
     refit : bool
         Scale the loader's cost model to the measured times of each step (:class:`dcp.refit.Refit`):
@@ -192,6 +199,8 @@ class Trainer:
         checkpoint: str | Path | None = None,
         save_every: int | None = None,
         keep: int = 3,
+        asynchronous: bool = False,
+        copy_bytes: int = 256 << 20,
         resume: bool = False,
         eval_every: int | None = None,
         eval_tokens: int = 32768,
@@ -218,6 +227,8 @@ class Trainer:
         model.set_optimizer(optimizer, keep=True)
         self.checkpoint = Path(checkpoint) if checkpoint is not None else None
         self.save_every, self.keep = save_every, keep
+        self.asynchronous, self.copy_bytes = asynchronous, copy_bytes
+        self._saver: AsyncSaver | None = None  # while `fit` runs
         if target_loss is not None and eval_every is None:
             eval_every = TARGET_EVAL_EVERY
         self.eval_every, self.eval_tokens, self.target_loss = eval_every, eval_tokens, target_loss
@@ -259,11 +270,14 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(self._open_metrics())
             trace = stack.enter_context(_Trace(self.trace, self.world.size))
+            self._open_saver(stack)
             self._train(steps, report, metrics, trace)
             if self.checkpoint is not None and self._saved != self.step:
-                self._save()
+                self._save(metrics)
             if self._evaluated != self.step:
                 self._evaluate(report, metrics)
+            if self._saver is not None:
+                self._saved_one(self._saver.wait(), metrics)
         report.last_step, report.skipped = self.step, self.skipped
         return report
 
@@ -284,7 +298,7 @@ class Trainer:
                 if self.eval_every is not None and self.step % self.eval_every == 0:
                     self._evaluate(report, metrics)
                 if self.save_every is not None and self.step % self.save_every == 0:
-                    self._save()
+                    self._save(metrics)
 
     def _one_step(self, data: Any, start: float) -> tuple[StepRecord, list[float]]:
         """Run one step; its time counts from `start`, so that waiting for data counts."""
@@ -357,7 +371,15 @@ class Trainer:
         metrics.write("eval", {"step": self.step, "eval_loss": loss})
         self._emit("eval", {"step": self.step, "eval_loss": loss})
 
-    def _save(self) -> None:
+    def _open_saver(self, stack: contextlib.ExitStack) -> None:
+        if self.checkpoint is None or not self.asynchronous:
+            return
+        self._saver = stack.enter_context(
+            AsyncSaver(self.checkpoint, self.world, copy_bytes=self.copy_bytes, keep=self.keep)
+        )
+        stack.callback(setattr, self, "_saver", None)
+
+    def _save(self, metrics: _Metrics) -> None:
         from dcp import checkpoint
 
         assert self.checkpoint is not None
@@ -373,19 +395,32 @@ class Trainer:
         if self.refit is not None:
             state["refit"] = self.refit.state_dict()
             state["costs"] = self.loader.costs_dict()
-        checkpoint.save(
-            self.checkpoint,
-            step=self.step,
-            world=self.world,
-            shards=self.model.shards(),
-            shapes=self.model.shapes,
-            kind_shapes=self.model.kind_shapes(),
-            state=state,
-            config=self.model.config,
-            keep=self.keep,
-        )
+        content: dict[str, Any] = {
+            "step": self.step,
+            "shards": self.model.shards(),
+            "shapes": self.model.shapes,
+            "kind_shapes": self.model.kind_shapes(),
+            "state": state,
+            "config": self.model.config,
+        }
+        if self._saver is not None:
+            before = self._saver.last
+            self._saver.save(**content)
+            if self._saver.last is not before:
+                self._saved_one(self._saver.last, metrics)
+        else:
+            start = time.perf_counter()
+            checkpoint.save(self.checkpoint, world=self.world, keep=self.keep, **content)
+            size = sum(run.array.nbytes for runs in content["shards"].values() for run in runs)
+            seconds = time.perf_counter() - start
+            self._saved_one(checkpoint.SaveTimes(self.step, seconds, 0.0, 0, size), metrics)
         self._saved = self.step
-        self._emit("save", {"step": self.step, "folder": str(self.checkpoint)})
+
+    def _saved_one(self, times: SaveTimes | None, metrics: _Metrics) -> None:
+        """A checkpoint is in its place."""
+        if times is not None:
+            metrics.write("save", times._asdict())
+            self._emit("save", times._asdict() | {"folder": str(self.checkpoint)})
 
     def _resume(self) -> None:
         from dcp import checkpoint
@@ -595,8 +630,9 @@ def _lines_before(path: Path, step: int) -> list[str]:
             values = json.loads(line)
         except json.JSONDecodeError:
             continue  # cut off by a kill
-        # an evaluation "at step n" follows n steps
-        if values["step"] < step or (values["kind"] == "eval" and values["step"] == step):
+        # an evaluation or a save "at step n" follows n steps
+        done = step if values["kind"] in ("eval", "save") else step - 1
+        if values["step"] <= done:
             kept.append(line)
     return kept
 

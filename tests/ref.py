@@ -303,3 +303,64 @@ def shampoo_ref(w, gradients, *, lr, betas, eps, weight_decay, block, roots_at):
             update[cell] = p * (np.linalg.norm(adam[cell]) / norm if norm > 0 else 0.0)
         w = w - lr * (update + weight_decay * w)
     return w, {"left": left, "right": right, "m": m, "v": v}
+
+
+def adamw_ref(w, gradients, *, lr, betas, eps, weight_decay):
+    """Weights, m and v after a step a gradient, from zero state."""
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, g in enumerate(gradients, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        step = (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+        w = w - lr * (step + weight_decay * w)
+    return w, m, v
+
+
+def dynamic_code(top):
+    """Values of the codes 0 .. 2^(top + 1) - 1 of 8-bit AdamW, the largest 1."""
+    values = [0.0]
+    for decade in range(top + 1):
+        count = 2**decade
+        inside = 0.1 + 0.9 * (np.arange(count) + 0.5) / count
+        values += list(10.0 ** (decade - top) * inside)
+    return np.array(values) / values[-1]
+
+
+CODE_M, CODE_V = dynamic_code(6), dynamic_code(7)
+
+
+def scales_by_element(scales, width, block=256):
+    """Scales [rows, blocks] as one an element [rows, width]."""
+    return np.repeat(scales, block, axis=1)[:, :width]
+
+
+def decode_8bit(m, m_scale, v, v_scale):
+    """Codes [rows, width] and scales [rows, blocks] as float64 m and v."""
+    sign = np.where(m & 128, -1.0, 1.0)
+    width = m.shape[1]
+    return (
+        sign * CODE_M[m & 127] * scales_by_element(m_scale, width),
+        CODE_V[v] * scales_by_element(v_scale, width),
+    )
+
+
+def encode_8bit(m, v, block=256):
+    """m and v [rows, width] as (codes, scales) each: the nearest values, v > 0 not 0."""
+    rows, width = m.shape
+    padded = -(-width // block) * block
+
+    def scales(x):
+        whole = np.zeros((rows, padded))
+        whole[:, :width] = np.abs(x)
+        return whole.reshape(rows, padded // block, block).max(axis=2)
+
+    def nearest(x, scale, table):
+        by_element = scales_by_element(scale, width)
+        share = np.abs(x) / np.where(by_element > 0, by_element, 1)
+        return np.abs(share[..., None] - table).argmin(axis=-1)
+
+    m_scale, v_scale = scales(m), scales(v)
+    m_code = nearest(m, m_scale, CODE_M)
+    m_code = np.where((m < 0) & (m_code > 0), m_code + 128, m_code)
+    v_code = np.where(v > 0, np.maximum(nearest(v, v_scale, CODE_V), 1), 0)
+    return m_code.astype(np.uint8), m_scale, v_code.astype(np.uint8), v_scale

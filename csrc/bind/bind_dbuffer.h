@@ -24,4 +24,9 @@ typedef struct buffer_object {
 /* An open DBuffer, borrowed, or NULL with an exception that names `what`. */
 buffer_object_t *bind_buffer(PyObject *object, const char *what);
 
+/* The layout of a DBufferLayout, borrowed, or NULL with an exception. */
+dcp_dbuffer_layout_t *bind_dbuffer_layout(PyObject *object);
+/* Called by bind_dbuffer_register. */
+int bind_dbuffer_layout_register(PyObject *module);
+
 #endif

@@ -2,8 +2,7 @@
  * dcp/sharded_tensors.py. It keeps them alive; arrays over its state count as views
  * until they die, and it cannot be closed before. */
 #include "bind_dbuffer.h"
-
-#include "dcp/optim.h"
+#include "bind_optimizer.h"
 
 #include <string.h>
 
@@ -15,46 +14,18 @@ typedef struct optimizer_object {
     int32_t views; /* arrays that look into the state */
 } optimizer_object_t;
 
-/* One rule: a tuple of the fields of dcp_optimizer_rule_t, in their order. */
 static int
-rule_fill(dcp_optimizer_rule_t *rule, PyObject *item)
+rules_fill(dcp_optimizer_tensor_t *tensors, int64_t count, PyObject *sequence)
 {
-    PyObject *tuple = PySequence_Tuple(item);
-    int kind;
-    long long block;
-    int ok = tuple != NULL
-             && PyArg_ParseTuple(tuple, "iddddddpiLi", &kind, &rule->lr_scale,
-                                 &rule->weight_decay, &rule->beta1, &rule->beta2,
-                                 &rule->eps, &rule->momentum, &rule->nesterov,
-                                 &rule->iterations, &block, &rule->every);
-    Py_XDECREF(tuple);
-    if (!ok) {
+    dcp_optimizer_rule_t *rules = bind_optimizer_rules(sequence, count);
+    if (rules == NULL) {
         return -1;
     }
-    rule->kind = (dcp_optimizer_kind_t)kind;
-    rule->block = block;
+    for (int64_t i = 0; i < count; i++) {
+        tensors[i].rule = rules[i];
+    }
+    PyMem_Free(rules);
     return 0;
-}
-
-static int
-rules_fill(dcp_optimizer_tensor_t *tensors, int64_t count, PyObject *rules)
-{
-    PyObject *fast = PySequence_Fast(rules, "rules must be a sequence");
-    if (fast == NULL) {
-        return -1;
-    }
-    int result = 0;
-    if (PySequence_Fast_GET_SIZE(fast) != count) {
-        bind_raise(DCP_FAIL(DCP_ERR_ARG, "rules has %lld items for %lld tensors",
-                            (long long)PySequence_Fast_GET_SIZE(fast),
-                            (long long)count));
-        result = -1;
-    }
-    for (int64_t i = 0; result == 0 && i < count; i++) {
-        result = rule_fill(&tensors[i].rule, PySequence_Fast_GET_ITEM(fast, i));
-    }
-    Py_DECREF(fast);
-    return result;
 }
 
 static int
@@ -267,38 +238,9 @@ optimizer_set_rules(PyObject *object, PyObject *rules)
     return result;
 }
 
-/* {tensor: shape} of one state. */
-static PyObject *
-state_shapes(const optimizer_object_t *self, int32_t state)
-{
-    PyObject *shapes = PyDict_New();
-    for (int64_t i = 0; shapes != NULL && i < self->tensor_count; i++) {
-        int32_t dim_count;
-        int64_t shape[DCP_OPTIMIZER_DIMS];
-        dcp_optimizer_state_shape(self->optimizer, state, i, &dim_count, shape);
-        if (dim_count < 0) {
-            continue;
-        }
-        PyObject *key = PyLong_FromLongLong(i), *tuple = PyTuple_New(dim_count);
-        for (int32_t d = 0; tuple != NULL && d < dim_count; d++) {
-            PyObject *size = PyLong_FromLongLong(shape[d]);
-            if (size == NULL) {
-                Py_CLEAR(tuple);
-                break;
-            }
-            PyTuple_SET_ITEM(tuple, d, size);
-        }
-        if (key == NULL || tuple == NULL || PyDict_SetItem(shapes, key, tuple) < 0) {
-            Py_CLEAR(shapes);
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(tuple);
-    }
-    return shapes;
-}
-
 PyDoc_STRVAR(optimizer_states_doc,
-             "states()\n--\n\nA list of (name, {tensor: shape of its state}).");
+             "states()\n--\n\nA list of (name, dtype, {tensor: shape of its "
+             "state}).");
 
 static PyObject *
 optimizer_states(PyObject *object, PyObject *unused)
@@ -308,22 +250,7 @@ optimizer_states(PyObject *object, PyObject *unused)
     if (self == NULL) {
         return NULL;
     }
-    int32_t count = dcp_optimizer_state_count(self->optimizer);
-    PyObject *list = PyList_New(count);
-    for (int32_t state = 0; list != NULL && state < count; state++) {
-        PyObject *shapes = state_shapes(self, state);
-        PyObject *item =
-            shapes != NULL
-                ? Py_BuildValue("sN", dcp_optimizer_state_name(self->optimizer, state),
-                                shapes)
-                : NULL;
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, state, item);
-    }
-    return list;
+    return bind_optimizer_states(self->optimizer, self->tensor_count);
 }
 
 static void
@@ -334,28 +261,10 @@ view_release(PyObject *capsule)
     Py_DECREF(self);
 }
 
-static int
-type_num_of(dcp_dtype_t dtype)
-{
-    switch (dtype) {
-    case DCP_F64:
-        return NPY_FLOAT64;
-    case DCP_I32:
-        return NPY_INT32;
-    case DCP_I64:
-        return NPY_INT64;
-    case DCP_U8:
-        return NPY_UINT8;
-    case DCP_BF16:
-        return NPY_UINT16; /* its bits */
-    default:
-        return NPY_FLOAT32;
-    }
-}
-
 static PyObject *
-make_view(optimizer_object_t *self, const dcp_state_run_t *run, int type_num)
+make_view(void *owner, const dcp_state_run_t *run, int type_num)
 {
+    optimizer_object_t *self = owner;
     npy_intp size = (npy_intp)run->count;
     PyObject *array = PyArray_SimpleNewFromData(1, &size, type_num, run->data);
     /* the capsule's pointer must not be NULL and is not used */
@@ -382,33 +291,9 @@ static PyObject *
 optimizer_state_runs(PyObject *object, PyObject *argument)
 {
     optimizer_object_t *self = checked(object);
-    long state = self != NULL ? PyLong_AsLong(argument) : -1;
-    if (self == NULL || (state == -1 && PyErr_Occurred())) {
-        return NULL;
-    }
-    int32_t count = dcp_optimizer_state_count(self->optimizer);
-    if (state < 0 || state >= count) {
-        return bind_raise(DCP_FAIL(
-            DCP_ERR_ARG, "state %ld: the optimizer has %d states", state, (int)count));
-    }
-    const dcp_state_run_t *runs;
-    int64_t run_count;
-    dcp_optimizer_state_runs(self->optimizer, (int32_t)state, &runs, &run_count);
-    int type_num =
-        type_num_of(dcp_optimizer_state_dtype(self->optimizer, (int32_t)state));
-    PyObject *list = PyList_New(run_count);
-    for (int64_t i = 0; list != NULL && i < run_count; i++) {
-        PyObject *view = make_view(self, &runs[i], type_num);
-        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
-                                                      (long long)runs[i].first, view)
-                                      : NULL;
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, i, item);
-    }
-    return list;
+    return self != NULL
+               ? bind_optimizer_state_runs(self->optimizer, argument, make_view, self)
+               : NULL;
 }
 
 static PyMethodDef optimizer_methods[] = {

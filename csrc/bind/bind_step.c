@@ -1,7 +1,7 @@
 /* dcp._dcp.Sharded: a sharded model and its steps. Micro-batches come as objects with
  * the attributes of dcp.loader.MicroBatch; their arrays are borrowed while the call
  * runs without the GIL. */
-#include "bind.h"
+#include "bind_optimizer.h"
 
 #include "dcp/alloc.h"
 #include "dcp/train.h"
@@ -368,9 +368,15 @@ busy_list(const int64_t *busy_ns, int32_t count)
     return list;
 }
 
-/* step and gradients take the same arguments. */
+typedef enum step_part {
+    PART_ALL,
+    PART_GRADIENTS,  /* up to the reduction */
+    PART_ACCUMULATE, /* up to this rank's own gradients */
+} step_part_t;
+
+/* All parts take the same arguments. */
 static PyObject *
-run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
+run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, step_part_t part)
 {
     static char *names[] = {"micro_batches",   "scale",        "step",   "update_count",
                             "trainable_count", "plan_hash",    "clip",   "lr",
@@ -413,8 +419,11 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
     step.skip_nonfinite = skip;
     dcp_status_t status;
     dcp_step_result_t result = {0};
-    if (update) {
+    if (part == PART_ALL) {
         BIND_NOGIL(status, dcp_sharded_step(sharded, &step, busy_ns, &result));
+    } else if (part == PART_ACCUMULATE) {
+        BIND_NOGIL(status,
+                   dcp_sharded_accumulate(sharded, &step, busy_ns, &result.loss));
     } else {
         BIND_NOGIL(status,
                    dcp_sharded_gradients(sharded, &step, busy_ns, &result.loss));
@@ -423,7 +432,7 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, int update)
     PyObject *out = NULL;
     if (status != DCP_OK) {
         bind_raise(status);
-    } else if (update) {
+    } else if (part == PART_ALL) {
         out = Py_BuildValue(
             "{s:d,s:d,s:d,s:O,s:L,s:L,s:N}", "loss", result.loss, "grad_norm",
             result.grad_norm, "seconds", (double)result.wall_ns * 1e-9, "skipped",
@@ -447,7 +456,7 @@ PyDoc_STRVAR(
 static PyObject *
 sharded_step(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    return run_step((sharded_object_t *)object, args, kwargs, 1);
+    return run_step((sharded_object_t *)object, args, kwargs, PART_ALL);
 }
 
 PyDoc_STRVAR(sharded_gradients_doc,
@@ -458,7 +467,18 @@ PyDoc_STRVAR(sharded_gradients_doc,
 static PyObject *
 sharded_gradients(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    return run_step((sharded_object_t *)object, args, kwargs, 0);
+    return run_step((sharded_object_t *)object, args, kwargs, PART_GRADIENTS);
+}
+
+PyDoc_STRVAR(sharded_accumulate_doc,
+             "accumulate(micro_batches, *, scale, ...)\n--\n\nThe same up to this "
+             "rank's own gradients, to which the next call adds. Returns the loss so "
+             "far.");
+
+static PyObject *
+sharded_accumulate(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return run_step((sharded_object_t *)object, args, kwargs, PART_ACCUMULATE);
 }
 
 PyDoc_STRVAR(
@@ -686,50 +706,6 @@ sharded_tensors(PyObject *object, PyObject *unused)
     return list;
 }
 
-/* One rule a tensor: a tuple of the fields of dcp_optimizer_rule_t, in their order. */
-static dcp_optimizer_rule_t *
-rules_of(PyObject *sequence, int64_t tensor_count)
-{
-    PyObject *fast = PySequence_Fast(sequence, "rules must be a sequence");
-    if (fast == NULL) {
-        return NULL;
-    }
-    dcp_optimizer_rule_t *rules = NULL;
-    if (PySequence_Fast_GET_SIZE(fast) != tensor_count) {
-        bind_raise(DCP_FAIL(DCP_ERR_ARG, "rules has %lld items, the model %lld tensors",
-                            (long long)PySequence_Fast_GET_SIZE(fast),
-                            (long long)tensor_count));
-        goto fail;
-    }
-    rules = PyMem_Calloc((size_t)tensor_count + 1, sizeof *rules);
-    if (rules == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    for (Py_ssize_t i = 0; i < tensor_count; i++) {
-        PyObject *item = PySequence_Tuple(PySequence_Fast_GET_ITEM(fast, i));
-        dcp_optimizer_rule_t *rule = &rules[i];
-        int kind;
-        long long block;
-        int ok = item != NULL
-                 && PyArg_ParseTuple(item, "iddddddpiLi", &kind, &rule->lr_scale,
-                                     &rule->weight_decay, &rule->beta1, &rule->beta2,
-                                     &rule->eps, &rule->momentum, &rule->nesterov,
-                                     &rule->iterations, &block, &rule->every);
-        Py_XDECREF(item);
-        if (!ok) {
-            PyMem_Free(rules);
-            rules = NULL;
-            goto fail;
-        }
-        rule->kind = (dcp_optimizer_kind_t)kind;
-        rule->block = block;
-    }
-fail:
-    Py_DECREF(fast);
-    return rules;
-}
-
 PyDoc_STRVAR(
     sharded_set_optimizer_doc,
     "set_optimizer(rules, keep)\n--\n\nOne rule a tensor, each a tuple of the fields "
@@ -755,7 +731,8 @@ sharded_set_optimizer(PyObject *object, PyObject *args)
                      "%d arrays still look into the optimizer's state: drop them first",
                      (int)self->state_views));
     }
-    dcp_optimizer_rule_t *rules = rules_of(sequence, dcp_sharded_tensor_count(sharded));
+    dcp_optimizer_rule_t *rules =
+        bind_optimizer_rules(sequence, dcp_sharded_tensor_count(sharded));
     if (rules == NULL) {
         return NULL;
     }
@@ -772,60 +749,9 @@ sharded_set_optimizer(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static int
-type_num_of(dcp_dtype_t dtype)
-{
-    switch (dtype) {
-    case DCP_F32:
-        return NPY_FLOAT32;
-    case DCP_F64:
-        return NPY_FLOAT64;
-    case DCP_I32:
-        return NPY_INT32;
-    case DCP_I64:
-        return NPY_INT64;
-    case DCP_U8:
-        return NPY_UINT8;
-    case DCP_BF16:
-        break;
-    }
-    return NPY_UINT16; /* bf16: its bits */
-}
-
-/* {tensor: shape} of one state. */
-static PyObject *
-state_shapes(const dcp_optimizer_t *optimizer, int32_t state, int64_t tensor_count)
-{
-    PyObject *shapes = PyDict_New();
-    for (int64_t i = 0; shapes != NULL && i < tensor_count; i++) {
-        int32_t dim_count;
-        int64_t shape[DCP_OPTIMIZER_DIMS];
-        dcp_optimizer_state_shape(optimizer, state, i, &dim_count, shape);
-        if (dim_count < 0) {
-            continue;
-        }
-        PyObject *key = PyLong_FromLongLong(i);
-        PyObject *tuple = PyTuple_New(dim_count);
-        for (int32_t d = 0; tuple != NULL && d < dim_count; d++) {
-            PyObject *size = PyLong_FromLongLong(shape[d]);
-            if (size == NULL) {
-                Py_CLEAR(tuple);
-                break;
-            }
-            PyTuple_SET_ITEM(tuple, d, size);
-        }
-        if (key == NULL || tuple == NULL || PyDict_SetItem(shapes, key, tuple) < 0) {
-            Py_CLEAR(shapes);
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(tuple);
-    }
-    return shapes;
-}
-
 PyDoc_STRVAR(sharded_states_doc,
-             "states()\n--\n\nThe optimizer's states: a list of (name, {tensor index: "
-             "shape}); empty before one is set.");
+             "states()\n--\n\nThe optimizer's states: a list of (name, dtype, {tensor "
+             "index: shape}); empty before one is set.");
 
 static PyObject *
 sharded_states(PyObject *object, PyObject *unused)
@@ -835,23 +761,15 @@ sharded_states(PyObject *object, PyObject *unused)
     if (sharded == NULL) {
         return NULL;
     }
-    const dcp_optimizer_t *optimizer = dcp_sharded_optimizer(sharded);
-    int32_t count = optimizer != NULL ? dcp_optimizer_state_count(optimizer) : 0;
-    PyObject *list = PyList_New(0);
-    for (int32_t state = 0; list != NULL && state < count; state++) {
-        PyObject *shapes =
-            state_shapes(optimizer, state, dcp_sharded_tensor_count(sharded));
-        PyObject *item =
-            shapes != NULL
-                ? Py_BuildValue("sN", dcp_optimizer_state_name(optimizer, state),
-                                shapes)
-                : NULL;
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
-    }
-    return list;
+    return bind_optimizer_states(dcp_sharded_optimizer(sharded),
+                                 dcp_sharded_tensor_count(sharded));
+}
+
+static PyObject *
+make_state_view(void *owner, const dcp_state_run_t *run, int type_num)
+{
+    npy_intp size = run->count;
+    return make_view_of(owner, run->data, type_num, 1, &size, 1, 1);
 }
 
 PyDoc_STRVAR(sharded_state_runs_doc,
@@ -862,35 +780,11 @@ PyDoc_STRVAR(sharded_state_runs_doc,
 static PyObject *
 sharded_state_runs(PyObject *object, PyObject *argument)
 {
-    sharded_object_t *self = (sharded_object_t *)object;
-    long state = PyLong_AsLong(argument);
-    dcp_sharded_t *sharded = checked(self);
-    if (sharded == NULL || (state == -1 && PyErr_Occurred())) {
-        return NULL;
-    }
-    const dcp_optimizer_t *optimizer = dcp_sharded_optimizer(sharded);
-    int32_t count = optimizer != NULL ? dcp_optimizer_state_count(optimizer) : 0;
-    if (state < 0 || state >= count) {
-        return bind_raise(DCP_FAIL(
-            DCP_ERR_ARG, "state %ld: the optimizer has %d states", state, (int)count));
-    }
-    const dcp_state_run_t *runs;
-    int64_t run_count;
-    dcp_optimizer_state_runs(optimizer, (int32_t)state, &runs, &run_count);
-    int type_num = type_num_of(dcp_optimizer_state_dtype(optimizer, (int32_t)state));
-    PyObject *list = PyList_New(0);
-    for (int64_t i = 0; list != NULL && i < run_count; i++) {
-        npy_intp size = runs[i].count;
-        PyObject *view = make_view_of(self, runs[i].data, type_num, 1, &size, 1, 1);
-        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
-                                                      (long long)runs[i].first, view)
-                                      : NULL;
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(item);
-    }
-    return list;
+    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    return sharded != NULL
+               ? bind_optimizer_state_runs(dcp_sharded_optimizer(sharded), argument,
+                                           make_state_view, object)
+               : NULL;
 }
 
 PyDoc_STRVAR(
@@ -919,7 +813,8 @@ optimizer_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
     if (status != DCP_OK) {
         return bind_raise(status);
     }
-    dcp_optimizer_rule_t *rules = rules_of(sequence, dcp_model_tensor_count(&config));
+    dcp_optimizer_rule_t *rules =
+        bind_optimizer_rules(sequence, dcp_model_tensor_count(&config));
     if (rules == NULL) {
         return NULL;
     }
@@ -941,6 +836,8 @@ static PyMethodDef sharded_methods[] = {
      sharded_step_doc},
     {"gradients", (PyCFunction)(void (*)(void))sharded_gradients,
      METH_VARARGS | METH_KEYWORDS, sharded_gradients_doc},
+    {"accumulate", (PyCFunction)(void (*)(void))sharded_accumulate,
+     METH_VARARGS | METH_KEYWORDS, sharded_accumulate_doc},
     {"evaluate", sharded_evaluate, METH_VARARGS, sharded_evaluate_doc},
     {"publish", sharded_publish, METH_NOARGS, sharded_publish_doc},
     {"tensor_view", sharded_tensor_view, METH_VARARGS, sharded_tensor_view_doc},

@@ -388,6 +388,21 @@ module_set_memory_cap(PyObject *module, PyObject *argument)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+module_account_memory(PyObject *module, PyObject *argument)
+{
+    (void)module;
+    long long bytes = PyLong_AsLongLong(argument);
+    if (bytes == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    dcp_status_t status = dcp_alloc_account(bytes, "buffer of Python's");
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"set_num_threads", module_set_num_threads, METH_O, set_num_threads_doc},
     {"set_isa", module_set_isa, METH_O,
@@ -400,6 +415,9 @@ static PyMethodDef module_methods[] = {
     {"set_memory_cap", module_set_memory_cap, METH_O,
      "set_memory_cap(bytes)\n--\n\nMost bytes that the core may hold in this process; "
      "0: no cap."},
+    {"account_memory", module_account_memory, METH_O,
+     "account_memory(bytes)\n--\n\nCount bytes that Python allocated as held by the "
+     "core, under its cap; negative to release."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,28 +17,29 @@
  */
 #include "newton_schulz.h"
 #include "owner_rounds.h"
+#include "run_states.h"
 
 #include "dcp/alloc.h"
 
 #include <inttypes.h>
 #include <math.h>
 
-enum { MOST_ITERATIONS = 100, ALIGN = 16 /* elements */ };
+enum { MOST_ITERATIONS = 100 };
 
 static const optim_state_info_t states[] = {{"muon.momentum", DCP_F32}};
+
+static const run_states_kinds_t kinds = {.count = 1, .infos = states};
 
 typedef struct muon {
     const optim_context_t *context;
     optim_owners_t owners;
-    optim_rounds_t *rounds; /* owned */
-    dcp_queue_t *queue;     /* owned */
-    float *scratch;         /* owned; of Newton-Schulz of the largest own matrix */
-    float *momentum;        /* owned; this rank's runs one after the other */
-    dcp_state_run_t *runs;  /* owned, [run_count] */
-    int64_t run_count;
-    int64_t *run_numbers; /* owned; by number of a run in the layout: in runs, or -1 */
+    optim_rounds_t *rounds;               /* owned */
+    dcp_queue_t *queue;                   /* owned */
+    float *scratch;                       /* owned; for the largest own matrix */
+    run_states_t momentum;                /* owned */
     const dcp_dbuffer_run_t *layout_runs; /* of this rank */
-    dcp_optimizer_step_args_t args;       /* of the step under way */
+    int64_t *numbers; /* owned; by run of the layout: its number in momentum */
+    dcp_optimizer_step_args_t args; /* of the step under way */
 } muon_t;
 
 static bool
@@ -69,11 +70,9 @@ check(const dcp_optimizer_tensor_t *tensor, int64_t number)
                         "of 2 or more; ADAMW is for the rest",
                         number, (int)tensor->dim_count);
     }
-    if (!(rule->momentum >= 0 && rule->momentum < 1)) {
-        return DCP_FAIL(DCP_ERR_ARG,
-                        "momentum %g of tensor %" PRId64 " must lie in [0, 1)",
-                        rule->momentum, number);
-    }
+    const double below_one = 1.0 - 0x1p-24; /* what rounds to 1 in fp32 is 1 */
+    DCP_TRY(optim_check_in("momentum", rule->momentum, 0, below_one, "lie in [0, 1)",
+                           number));
     if (rule->iterations < 1 || rule->iterations > MOST_ITERATIONS) {
         return DCP_FAIL(DCP_ERR_ARG,
                         "iterations %d of tensor %" PRId64 " must lie in 1..%d",
@@ -94,7 +93,7 @@ put(void *object, const optim_piece_t *piece, int64_t first, int64_t count, floa
     const muon_t *muon = object;
     const dcp_optimizer_rule_t *rule = rule_of(muon, piece->unit);
     const dcp_dbuffer_run_t *run = &muon->layout_runs[piece->run];
-    const dcp_state_run_t *state = &muon->runs[muon->run_numbers[piece->run]];
+    const dcp_state_run_t *state = &muon->momentum.runs[0][muon->numbers[piece->run]];
     const float *gradient = dcp_dbuffer_run_data(muon->context->options.gradients, run)
                             + first - run->first;
     float *momentum = (float *)state->data + first - run->first;
@@ -152,82 +151,21 @@ step(void *object, const dcp_optimizer_step_args_t *args)
     return optim_rounds_run(muon->rounds, &work);
 }
 
-static int64_t
-aligned(int64_t count)
-{
-    return (count + ALIGN - 1) / ALIGN * ALIGN;
-}
-
-static bool
-is_member(const int64_t *members, int64_t member_count, int64_t tensor)
-{
-    int64_t low = 0, high = member_count;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        low = members[middle] < tensor ? middle + 1 : low;
-        high = members[middle] < tensor ? high : middle;
-    }
-    return low < member_count && members[low] == tensor;
-}
-
-/* Runs of the members on a rank, and elements of their momentum with gaps. */
-static void
-measure(const dcp_dbuffer_layout_t *layout, int32_t rank, const int64_t *members,
-        int64_t member_count, int64_t *run_count_p, int64_t *elements_p)
-{
-    const dcp_dbuffer_run_t *runs;
-    int64_t count;
-    dcp_dbuffer_layout_runs(layout, rank, &runs, &count);
-    *run_count_p = *elements_p = 0;
-    for (int64_t i = 0; i < count; i++) {
-        if (is_member(members, member_count, runs[i].tensor)) {
-            *elements_p += aligned(runs[i].count);
-            (*run_count_p)++;
-        }
-    }
-}
-
-static void
-place_runs(muon_t *muon, int64_t layout_run_count)
-{
-    const optim_context_t *context = muon->context;
-    int64_t at = 0, start = 0;
-    for (int64_t i = 0; i < layout_run_count; i++) {
-        const dcp_dbuffer_run_t *run = &muon->layout_runs[i];
-        muon->run_numbers[i] = -1;
-        if (is_member(context->members, context->member_count, run->tensor)) {
-            muon->run_numbers[i] = at;
-            muon->runs[at++] = (dcp_state_run_t){
-                .tensor = run->tensor,
-                .first = run->first,
-                .count = run->count,
-                .data = muon->momentum + start,
-            };
-            start += aligned(run->count);
-        }
-    }
-}
-
 static dcp_status_t
-create_state(muon_t *muon)
+create_momentum(muon_t *muon)
 {
-    const optim_context_t *context = muon->context;
-    const dcp_dbuffer_layout_t *layout = context->options.layout;
-    int32_t rank = dcp_comm_rank(context->options.comm);
-    int64_t layout_run_count, elements;
-    dcp_dbuffer_layout_runs(layout, rank, &muon->layout_runs, &layout_run_count);
-    measure(layout, rank, context->members, context->member_count, &muon->run_count,
-            &elements);
+    const dcp_optimizer_options_t *options = &muon->context->options;
+    int64_t run_count;
+    DCP_TRY(run_states_create(muon->context, &kinds, &muon->momentum));
+    dcp_dbuffer_layout_runs(options->layout, dcp_comm_rank(options->comm),
+                            &muon->layout_runs, &run_count);
     void *memory;
-    DCP_TRY(dcp_alloc_array(muon->run_count, (int64_t)sizeof(dcp_state_run_t),
-                            "runs of a state", &memory));
-    muon->runs = memory;
-    DCP_TRY(dcp_alloc_array(layout_run_count, (int64_t)sizeof(int64_t),
-                            "numbers of runs", &memory));
-    muon->run_numbers = memory;
-    DCP_TRY(dcp_alloc_zeroed(elements * (int64_t)sizeof(float), "momentum", &memory));
-    muon->momentum = memory;
-    place_runs(muon, layout_run_count);
+    DCP_TRY(dcp_alloc_array(run_count, (int64_t)sizeof(int64_t), "numbers of runs",
+                            &memory));
+    muon->numbers = memory;
+    for (int64_t i = 0; i < muon->momentum.run_count; i++) {
+        muon->numbers[muon->momentum.layout_runs[i] - muon->layout_runs] = i;
+    }
     return DCP_OK;
 }
 
@@ -249,10 +187,10 @@ fill(muon_t *muon)
 {
     const optim_context_t *context = muon->context;
     const dcp_optimizer_options_t *options = &context->options;
-    DCP_TRY(optim_owners_init(&muon->owners, options->layout,
-                              dcp_comm_size(options->comm), options->tensors,
-                              context->members, context->member_count, cut));
-    DCP_TRY(create_state(muon));
+    DCP_TRY(optim_owners_init(
+        &muon->owners, options->layout, dcp_comm_size(options->comm), options->tensors,
+        context->members, context->member_count, cut, options->no_windows));
+    DCP_TRY(create_momentum(muon));
     int64_t floats = scratch_of(&muon->owners, dcp_comm_rank(options->comm));
     void *memory;
     DCP_TRY(dcp_alloc_array(floats, (int64_t)sizeof(float), "scratch of Newton-Schulz",
@@ -274,9 +212,8 @@ destroy(void *object)
         muon->context->options.device->queue_destroy(muon->queue);
     }
     dcp_free(muon->scratch);
-    dcp_free(muon->momentum);
-    dcp_free(muon->run_numbers);
-    dcp_free(muon->runs);
+    dcp_free(muon->numbers);
+    run_states_destroy(&muon->momentum);
     optim_owners_fini(&muon->owners);
     dcp_free(muon);
 }
@@ -304,23 +241,17 @@ static void
 state_shape(const void *object, int32_t state, int64_t tensor, int32_t *dim_count_p,
             int64_t *shape)
 {
-    (void)state;
     const muon_t *muon = object;
-    const dcp_optimizer_tensor_t *of = &muon->context->options.tensors[tensor];
-    *dim_count_p = of->dim_count;
-    for (int32_t i = 0; i < of->dim_count; i++) {
-        shape[i] = of->shape[i];
-    }
+    run_states_shape(muon->context, &kinds, state, tensor, dim_count_p, shape);
 }
 
 static void
 state_runs(const void *object, int32_t state, const dcp_state_run_t **runs_p,
            int64_t *run_count_p)
 {
-    (void)state;
     const muon_t *muon = object;
-    *runs_p = muon->runs;
-    *run_count_p = muon->run_count;
+    *runs_p = muon->momentum.runs[state];
+    *run_count_p = muon->momentum.run_count;
 }
 
 static int64_t
@@ -329,27 +260,26 @@ bytes(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
 {
     optim_owners_t owners;
     int32_t rank_count = dcp_dbuffer_layout_rank_count(layout);
-    int64_t most = 0;
+    int64_t scratch = 0, most_runs = 0;
     if (optim_owners_init(&owners, layout, rank_count, tensors, members, member_count,
-                          cut)
+                          cut, no_windows)
         != DCP_OK) {
         optim_owners_fini(&owners);
         return INT64_MAX; /* not even the plan fits */
     }
     for (int32_t rank = 0; rank < rank_count; rank++) {
         const dcp_dbuffer_run_t *runs;
-        int64_t run_count, elements, layout_run_count;
-        dcp_dbuffer_layout_runs(layout, rank, &runs, &layout_run_count);
-        measure(layout, rank, members, member_count, &run_count, &elements);
-        int64_t here = (elements + scratch_of(&owners, rank)) * (int64_t)sizeof(float)
-                       + run_count * (int64_t)sizeof(dcp_state_run_t)
-                       + layout_run_count * (int64_t)sizeof(int64_t);
-        most = here > most ? here : most;
+        int64_t run_count, floats = scratch_of(&owners, rank);
+        dcp_dbuffer_layout_runs(layout, rank, &runs, &run_count);
+        scratch = floats > scratch ? floats : scratch;
+        most_runs = run_count > most_runs ? run_count : most_runs;
     }
-    most += optim_owners_bytes(&owners) + optim_rounds_bytes(&owners, no_windows)
-            + (int64_t)sizeof(muon_t);
+    int64_t total = run_states_bytes(layout, tensors, members, member_count, &kinds, 0)
+                    + scratch * (int64_t)sizeof(float)
+                    + most_runs * (int64_t)sizeof(int64_t) + optim_owners_bytes(&owners)
+                    + optim_rounds_bytes(&owners, no_windows) + (int64_t)sizeof(muon_t);
     optim_owners_fini(&owners);
-    return most;
+    return total;
 }
 
 const optim_ops_t optim_muon_ops = {

@@ -133,16 +133,6 @@ cut(const dcp_optimizer_tensor_t *tensor, int64_t unit, optim_unit_t *unit_p)
 }
 
 static dcp_status_t
-check_real(const char *name, double value, double least, double below, int64_t number)
-{
-    if (!(value >= least && value < below)) {
-        return DCP_FAIL(DCP_ERR_ARG, "%s %g of tensor %" PRId64 " must lie in [%g, %g)",
-                        name, value, number, least, below);
-    }
-    return DCP_OK;
-}
-
-static dcp_status_t
 check(const dcp_optimizer_tensor_t *tensor, int64_t number)
 {
     const dcp_optimizer_rule_t *rule = &tensor->rule;
@@ -161,10 +151,7 @@ check(const dcp_optimizer_tensor_t *tensor, int64_t number)
         return DCP_FAIL(DCP_ERR_ARG, "every %d of tensor %" PRId64 " must be >= 1",
                         (int)rule->every, number);
     }
-    const double one = 1.0 - 0x1p-24; /* what rounds to 1 in fp32 is 1 */
-    DCP_TRY(check_real("beta1", rule->beta1, 0, one, number));
-    DCP_TRY(check_real("beta2", rule->beta2, 0, one, number));
-    return check_real("eps", rule->eps, 0x1p-126, 3e38, number);
+    return optim_check_adam(tensor, number);
 }
 
 static int32_t
@@ -354,7 +341,7 @@ set_turns(shampoo_t *shampoo)
         total += owners->units[u].cost;
     }
     for (int64_t i = 0; i < owners->unit_count; i++) {
-        int64_t u = owners->order[i];
+        int64_t u = owners->dealt[i];
         shampoo->turns[u] = sum / total;
         sum += owners->units[u].cost;
     }
@@ -428,7 +415,8 @@ fill(shampoo_t *shampoo)
     const dcp_optimizer_options_t *options = &context->options;
     DCP_TRY(optim_owners_init(&shampoo->owners, options->layout,
                               dcp_comm_size(options->comm), options->tensors,
-                              context->members, context->member_count, cut));
+                              context->members, context->member_count, cut,
+                              options->no_windows));
     DCP_TRY(create_states(shampoo));
     DCP_TRY(create_workers(shampoo));
     return optim_rounds_create(context, &shampoo->owners, &shampoo->rounds);
@@ -532,7 +520,7 @@ bytes(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
     int32_t rank_count = dcp_dbuffer_layout_rank_count(layout);
     int64_t most = 0;
     if (optim_owners_init(&owners, layout, rank_count, tensors, members, member_count,
-                          cut)
+                          cut, no_windows)
         != DCP_OK) {
         optim_owners_fini(&owners);
         return INT64_MAX; /* not even the plan fits */

@@ -236,6 +236,19 @@ dcp_dbuffer_acquire(dcp_dbuffer_t *buffer, int32_t group)
     return DCP_OK;
 }
 
+dcp_status_t
+dbuffer_acquire_or_abort(dcp_dbuffer_t *buffer, int32_t group)
+{
+    if (dcp_dbuffer_is_held(buffer, group)) {
+        return DCP_OK;
+    }
+    dcp_status_t status = dcp_dbuffer_acquire(buffer, group);
+    if (status != DCP_OK) {
+        dcp_comm_abort(buffer->comm, dcp_last_error());
+    }
+    return status;
+}
+
 void
 dcp_dbuffer_release(dcp_dbuffer_t *buffer, int32_t group)
 {

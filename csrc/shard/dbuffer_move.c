@@ -171,9 +171,10 @@ dcp_dbuffer_gather_bf16(dcp_dbuffer_t *buffer, int32_t group, uint16_t *full)
     int64_t shard = buffer->layout->shards[group];
     const float *slice = dcp_dbuffer_slice(buffer, group);
     uint16_t *own = full + buffer->rank * shard;
-    for (int64_t i = 0; i < shard; i++) {
-        own[i] = dcp_f32_to_bf16(slice[i]);
-    }
+    DCP_TRY(dcp_cpu_cast(
+        buffer->inline_pool,
+        &(dcp_cast_args_t){
+            .count = shard, .from = DCP_F32, .to = DCP_BF16, .x = slice, .out = own}));
     DCP_TRY(dcp_comm_allgatherv(buffer->comm, own, dbuffer_group_counts(buffer, group),
                                 full, DCP_BF16));
     buffer->traffic.gather_count++;
@@ -262,9 +263,7 @@ dcp_dbuffer_gather_whole(dcp_dbuffer_t *whole, dcp_pool_t *pool, int32_t group,
         DCP_TRY(place_slice(whole, pool, group, from));
         DCP_TRY(dcp_comm_barrier(whole->comm));
     } else {
-        if (whole->kind == DCP_DBUFFER_DEMAND) {
-            DCP_TRY(dcp_dbuffer_acquire(whole, group));
-        }
+        DCP_TRY(dbuffer_acquire_or_abort(whole, group));
         DCP_TRY(dbuffer_exchange(whole, whole->comm, pool, group, from,
                                  dbuffer_group_counts(whole, group)));
     }

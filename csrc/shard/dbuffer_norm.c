@@ -53,8 +53,9 @@ add_rows(const dcp_dbuffer_t *buffer, dbuffer_norm_part_t *part, const float *x,
 enum { LANES = 32 };
 
 /* Bits of the largest absolute value: as integers they are in the order of the values,
- * and those of a NaN are the largest. */
-static int32_t
+ * and those of a NaN are the largest. Not inlined, or the lanes leave their registers.
+ */
+__attribute__((noinline)) static int32_t
 largest_bits(const float *x, int64_t count)
 {
     int32_t lanes[LANES] = {0}, largest = 0;

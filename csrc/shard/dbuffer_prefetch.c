@@ -240,13 +240,7 @@ dcp_dbuffer_gather_begin(dcp_dbuffer_t *whole, int32_t group)
                         "%d",
                         (int)group, (int)expected);
     }
-    if (whole->kind == DCP_DBUFFER_DEMAND) {
-        dcp_status_t status = dcp_dbuffer_acquire(whole, group);
-        if (status != DCP_OK) {
-            dcp_comm_abort(whole->comm, dcp_last_error());
-            return status;
-        }
-    }
+    DCP_TRY(dbuffer_acquire_or_abort(whole, group));
     dbuffer_count_gather(whole, group, prefetch->from);
     pthread_mutex_lock(&prefetch->lock);
     prefetch->begun++;

@@ -83,6 +83,9 @@ void dbuffer_pieces(const dcp_dbuffer_t *buffer, int32_t group, int64_t *first_p
 /* dbuffer_demand.c */
 dcp_status_t dbuffer_reserve(dcp_dbuffer_t *buffer);
 void dbuffer_unreserve(dcp_dbuffer_t *buffer);
+/* Before a collective: nothing where the group has memory; a rank that gets none ends
+ * the communicator, so that the others do not wait for it. */
+dcp_status_t dbuffer_acquire_or_abort(dcp_dbuffer_t *buffer, int32_t group);
 
 /* dbuffer_move.c: may `from` fill groups of `whole`? And the exchange alone, over
  * `comm`, once the memory is there: this rank's slice is rounded into place by `pool`,

@@ -1,37 +1,10 @@
-/* Copies of sets that lie in pieces: runs, and rows of equal runs.
+/* Copies of sets that lie in pieces.
  *
  * A set is walked a row of runs at a time (dcp_placed_rows), so that columns of a few
- * elements cost a copy of some bytes each and not the search for their place. Cost:
- * what memory takes; about 3 ns for a piece of up to 16 bytes. */
+ * elements cost a copy of some bytes each and not the search for their place. */
 #include "redistribute_private.h"
 
-#include <string.h>
-
-/* `rows` pieces of `bytes`, at distances of `to_step` and `from_step` bytes. */
-static void
-copy_rows(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t bytes,
-          int64_t rows)
-{
-    for (int64_t i = 0; i < rows; i++, to += to_step, from += from_step) {
-        /* sizes known to the compiler become moves of registers */
-        switch (bytes) {
-        case 4:
-            memcpy(to, from, 4);
-            break;
-        case 8:
-            memcpy(to, from, 8);
-            break;
-        case 16:
-            memcpy(to, from, 16);
-            break;
-        case 32:
-            memcpy(to, from, 32);
-            break;
-        default:
-            memcpy(to, from, (size_t)bytes);
-        }
-    }
-}
+#include "dcp/kernels.h"
 
 /* The next rows of `part` from element `first` on, at most `count` elements. */
 static dcp_placed_rows_t
@@ -52,9 +25,10 @@ redistribute_read(const dcp_placed_t *held, const dcp_placed_t *part, const char
     while (count > 0) {
         dcp_placed_rows_t rows = next_rows(part, first, count);
         int64_t moved = rows.together * rows.row_count;
-        copy_rows(bytes, rows.together * item,
-                  base + dcp_placed_position(held, rows.element) * item,
-                  held->weight[rows.dim] * item, rows.together * item, rows.row_count);
+        dcp_copy_rows(bytes, rows.together * item,
+                      base + dcp_placed_position(held, rows.element) * item,
+                      held->weight[rows.dim] * item, rows.together * item,
+                      rows.row_count, moved * item);
         bytes += moved * item;
         first += moved;
         count -= moved;
@@ -68,9 +42,9 @@ redistribute_write(const dcp_placed_t *held, const dcp_placed_t *part, char *bas
     while (count > 0) {
         dcp_placed_rows_t rows = next_rows(part, first, count);
         int64_t moved = rows.together * rows.row_count;
-        copy_rows(base + dcp_placed_position(held, rows.element) * item,
-                  held->weight[rows.dim] * item, bytes, rows.together * item,
-                  rows.together * item, rows.row_count);
+        dcp_copy_rows(base + dcp_placed_position(held, rows.element) * item,
+                      held->weight[rows.dim] * item, bytes, rows.together * item,
+                      rows.together * item, rows.row_count, part->count * item);
         bytes += moved * item;
         first += moved;
         count -= moved;
@@ -84,10 +58,11 @@ redistribute_copy(const dcp_placed_t *part, const dcp_placed_t *from,
 {
     for (int64_t at = 0; at < part->count;) {
         dcp_placed_rows_t rows = dcp_placed_rows(part, at);
-        copy_rows(to_base + dcp_placed_position(to, rows.element) * item,
-                  to->weight[rows.dim] * item,
-                  from_base + dcp_placed_position(from, rows.element) * item,
-                  from->weight[rows.dim] * item, rows.together * item, rows.row_count);
+        dcp_copy_rows(to_base + dcp_placed_position(to, rows.element) * item,
+                      to->weight[rows.dim] * item,
+                      from_base + dcp_placed_position(from, rows.element) * item,
+                      from->weight[rows.dim] * item, rows.together * item,
+                      rows.row_count, part->count * item);
         at += rows.together * rows.row_count;
     }
 }

@@ -125,19 +125,15 @@ hull_of(const redistribute_exchange_t *x, const dcp_placed_t *held,
     return range_of((const char *)base + first * x->item, (last + 1 - first) * x->item);
 }
 
-/* Does any part that arrives from another (or, with `stays`, what stays) land on what
- * leaves for another (or, with `on_kept`, on what stays)? */
+/* Does any part of the new one, what stays included, land on what leaves? */
 static bool
-lands_on(const redistribute_exchange_t *x, bool stays, bool on_kept)
+lands_on_leaving(const redistribute_exchange_t *x)
 {
     const dcp_redistribute_args_t *args = x->args;
     for (int32_t m = 0; m < x->member_count; m++) {
-        if ((m == x->self) != stays) {
-            continue;
-        }
         range_t to = hull_of(x, &x->target, &x->arriving[m], args->out);
         for (int32_t n = 0; n < x->member_count; n++) {
-            if ((n == x->self) == on_kept
+            if (n != x->self
                 && touches(to, hull_of(x, &x->source, &x->leaving[n], args->local))) {
                 return true;
             }
@@ -182,11 +178,7 @@ choose_order(const redistribute_exchange_t *x)
     if (x->gathers) {
         return KEEP_FIRST; /* all that leaves is what stays, and leaves from out */
     }
-    bool on_leaving = lands_on(x, false, false);
-    if (!on_leaving && !lands_on(x, true, false)) {
-        return KEEP_FIRST;
-    }
-    return !on_leaving && !lands_on(x, false, true) ? KEEP_LAST : STAGE_RECEIVED;
+    return lands_on_leaving(x) ? STAGE_RECEIVED : KEEP_FIRST;
 }
 
 /* The pieces that stay; with pieces NULL they are counted. */

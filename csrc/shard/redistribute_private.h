@@ -16,13 +16,13 @@ typedef struct redistribute_call {
     const dcp_placement_t *source; /* NULL: none */
     const dcp_placement_t *target;
     dcp_dtype_t dtype;
-    bool in_window;
+    const dcp_window_t *window; /* NULL: none */
+    int32_t rank_count;
 } redistribute_call_t;
 
 /* What happens in which order on this rank. */
 typedef enum redistribute_order {
     KEEP_FIRST,     /* stays, arrives */
-    KEEP_LAST,      /* arrives, stays */
     STAGE_RECEIVED, /* arrives in scratch, stays, scratch to out */
     STAGE_ALL,      /* all of out in scratch, fence, scratch to out; all ranks alike */
 } redistribute_order_t;

@@ -19,11 +19,17 @@ train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy
 {
     DCP_TRY(sequence_prepare(sharded, args, true));
     int64_t start = dcp_clock_ns(), waited_ns = 0;
-    dcp_dbuffer_zero(sharded->buffers[DCP_SHARDED_GRADIENTS]);
-    step_record_t own = {.step = args->step, .batch_count = args->batch_count};
+    if (!sharded->accumulated) {
+        dcp_dbuffer_zero(sharded->buffers[DCP_SHARDED_GRADIENTS]);
+        sharded->own_loss = 0;
+    }
+    step_record_t own = {.step = args->step,
+                         .batch_count = args->batch_count,
+                         .loss = sharded->own_loss};
     for (int64_t i = 0; i < args->batch_count; i++) {
         DCP_TRY(sequence_run(sharded, &args->batches[i], true, &own.loss, &waited_ns));
     }
+    sharded->own_loss = own.loss;
     own.busy_ns = dcp_clock_ns() - start - waited_ns - sharded->hook_ns;
     DCP_TRY(train_gather_records(sharded, &own));
     double loss = 0;

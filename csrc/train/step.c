@@ -71,9 +71,10 @@ reduce(dcp_sharded_t *sharded)
     return dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool);
 }
 
+/* Parts 1 to 3. */
 static dcp_status_t
-gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
-          double *loss_p)
+accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
+           double *loss_p)
 {
     if (sharded->buffers[DCP_SHARDED_GRADIENTS] == NULL) {
         return DCP_FAIL(DCP_ERR_STATE,
@@ -84,7 +85,16 @@ gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
     sharded->hook_ns = sharded->gathered_bytes = sharded->reduced_bytes = 0;
     dcp_status_t status = train_compute(sharded, args, busy_ns, loss_p);
     sharded->training = 0;
-    return status == DCP_OK ? reduce(sharded) : status;
+    return status;
+}
+
+static dcp_status_t
+gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
+          double *loss_p)
+{
+    DCP_TRY(accumulate(sharded, args, busy_ns, loss_p));
+    sharded->accumulated = 0; /* the next pass begins anew */
+    return reduce(sharded);
 }
 
 /* A rank that fails alone must not leave the others waiting. */
@@ -94,6 +104,16 @@ end_for_all(dcp_sharded_t *sharded, dcp_status_t status)
     if (status != DCP_OK) {
         dcp_comm_abort(sharded->comm, dcp_last_error());
     }
+    return status;
+}
+
+dcp_status_t
+dcp_sharded_accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                       int64_t *busy_ns, double *loss_p)
+{
+    dcp_status_t status =
+        end_for_all(sharded, accumulate(sharded, args, busy_ns, loss_p));
+    sharded->accumulated = status == DCP_OK;
     return status;
 }
 

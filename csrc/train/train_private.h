@@ -42,6 +42,10 @@ struct dcp_sharded {
     int64_t *round_words;                  /* owned, [ranks] */
     int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
 
+    /* compute.c */
+    int32_t accumulated; /* gradients hold earlier passes, which the step includes */
+    double own_loss;     /* of these */
+
     /* gather.c: where whole weights lie; NULL with windows */
     void *gathered;             /* owned: of `gathered_group`, or of none where -1; in
                                    the config's compute_dtype */

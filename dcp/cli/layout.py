@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _FILES = (".json", ".safetensors")
 _MOST_RANKS = 1 << 31
+_WIDE = 100  # columns of a terminal that show all of the table
 _MUCH = 0.03  # padding of a whole model that needs advice
 
 
@@ -162,13 +163,13 @@ class _Plan:
             ranks=ranks,
             block_rows=block_rows,
             order=order,
-            on_progress=lambda done, of: show(done, of, f"{ranks:,} ranks, {block_rows} rows"),
+            on_progress=lambda done, of: show(done, of, f"{ranks:,} ranks, {_rows(block_rows)}"),
         )
         return cls(groups, buffers, ranks, block_rows)
 
     def has(self, row: dict[str, Any], group: str) -> bool:
         """Whether a row of the document is of this plan, and of this group."""
-        place = row["ranks"], row["rows"], row["group"].partition(":")[0]
+        place = row["ranks"], row["rows"], row["groups"][0]
         return place == (self.ranks, self.block_rows, group)
 
     def rows(self, *, with_tensors: bool) -> list[dict[str, Any]]:
@@ -262,8 +263,6 @@ def _progress(total: int) -> Iterator[Callable[[int, int, str], None]]:
 def _show(
     document: dict[str, Any], plans: list[_Plan], groups: list[TensorGroup], json_to: str | None
 ) -> None:
-    from rich.table import Table
-
     console = show_on(json_to)
     elements = sum(group.elements for group in groups)
     tensors = sum(len(group.shapes) for group in groups)
@@ -272,22 +271,38 @@ def _show(
         f"groups, order {document['order']}",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("group", no_wrap=True)
-    for head in ("times", "ranks", "rows", "padding", "FSDP2", "Megatron", "a rank", "largest gap"):
-        table.add_column(head, justify="right")
-    table.add_column("buffers", justify="right")
-    table.add_column("planned in", justify="right")
-    for group in dict.fromkeys(row["group"].partition(":")[0] for row in document["layouts"]):
+    heads = ["ranks", "rows", "padding", "FSDP2", "Megatron >=", "a rank", "buffers"]
+    if console.width >= _WIDE:
+        heads += ["largest gap", "planned in"]
+    table = _table(console, ["group", *heads])
+    for group in dict.fromkeys(row["groups"][0] for row in document["layouts"]):
         for plan in plans:
             rows = [row for row in document["layouts"] if plan.has(row, group)]
             if rows:
-                table.add_row("" if plan is not plans[0] else group, *_cells(rows))
+                times = f" x {rows[0]['count']}" if rows[0]["count"] > 1 else ""
+                name = "" if plan is not plans[0] else group + times
+                table.add_row(name, *_cells(rows)[: len(heads)])
     console.print(table, highlight=False)
     _show_whole(console, document)
     _show_advice(console, document)
     if "simulate" in document:
         _show_footprints(console, document["simulate"])
+
+
+def _table(console: Any, heads: list[str], title: str | None = None) -> Any:
+    """Columns of numbers, the first of names where it holds them; never wrapped."""
+    from rich.table import Table
+
+    gap = (0, 2 if console.width >= _WIDE else 1, 0, 0)
+    table = Table(box=None, pad_edge=False, padding=gap, title=title, title_justify="left")
+    for head in heads:
+        names = head in ("group", "system")
+        table.add_column(head, justify="left" if names else "right", no_wrap=True)
+    return table
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def _percent(share: float) -> str:
@@ -311,32 +326,28 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
     item = ITEM_BYTES[first["dtype"]]
     padding = first["ranks"] * sum(row["shard_elements"] for row in rows) / used - 1 if used else 0
     return [
-        str(first["count"]),
         f"{first['ranks']:,}",
         str(first["rows"]),
         _percent(padding),
         _percent(first["peers"]["fsdp2"]),
-        ">= " + _percent(first["peers"]["megatron"]),
+        _percent(first["peers"]["megatron"]),
         _bytes(sum(row["shard_bytes"] for row in rows)),
-        _bytes(max(row["largest_gap_elements"] for row in rows) * item),
         str(len(rows)),
+        _bytes(max(row["largest_gap_elements"] for row in rows) * item),
         f"{1e3 * first['seconds']:.1f} ms",
     ]
 
 
 def _show_whole(console: Any, document: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, title="whole model", title_justify="left")
-    for head in ("ranks", "rows", "padding", "FSDP2", "Megatron", "buffers", "planned in"):
-        table.add_column(head, justify="right")
+    heads = ["ranks", "rows", "padding", "FSDP2", "Megatron >=", "buffers", "planned in"]
+    table = _table(console, heads, "whole model")
     for row in document["whole"]:
         table.add_row(
             f"{row['ranks']:,}",
             str(row["rows"]),
             _percent(row["padding"]),
             _percent(row["peers"]["fsdp2"]),
-            ">= " + _percent(row["peers"]["megatron"]),
+            _percent(row["peers"]["megatron"]),
             str(row["buffers"]),
             f"{1e3 * row['seconds']:.1f} ms",
         )
@@ -359,34 +370,37 @@ def _show_advice(console: Any, document: dict[str, Any]) -> None:
         console.print()
     for (ranks, rows), row in worst.items():
         console.print(
-            f"{row['group']}, {ranks:,} ranks, {rows} rows: {row['advice']}.", highlight=False
+            f"{row['group']}, {ranks:,} ranks, {_rows(rows)}: {row['advice']}.", highlight=False
         )
 
 
-def _show_footprints(console: Any, entries: list[dict[str, Any]]) -> None:
-    from rich.table import Table
+def _three_digits(number: float) -> str:
+    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f}"
 
+
+def _show_footprints(console: Any, entries: list[dict[str, Any]]) -> None:
+    """All in one unit, so that lines can be compared at a glance."""
     from dcp.layout_simulate import COMPONENTS
 
-    table = Table(
-        box=None,
-        pad_edge=False,
-        title="memory of a rank without activations, and what it receives in a step",
-        title_justify="left",
+    largest = max(entry["memory_bytes"]["total"] for entry in entries)
+    unit, size = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    short = {"gradients": "grads", "optimizer": "state", "communication": "comm"}
+    short["padding"] = "pad"
+    heads = [short.get(name, name) for name in COMPONENTS]
+    table = _table(
+        console,
+        ["system", "ranks", "rows", *heads, "total", "gather", "reduce"],
+        f"memory of a rank without activations, and what it receives in a step, {unit}",
     )
-    table.add_column("system")
-    for head in ("ranks", "rows", *COMPONENTS, "total", "gathered", "reduced"):
-        table.add_column(head, justify="right")
     for entry in entries:
         memory, traffic = entry["memory_bytes"], entry["traffic_bytes"]
+        counts = [*(memory[name] for name in (*COMPONENTS, "total"))]
+        counts += [traffic["gathered"], traffic["reduced"]]
         table.add_row(
             entry["system"],
             f"{entry['ranks']:,}",
             str(entry["rows"] or ""),
-            *(_bytes(memory[name]) for name in COMPONENTS),
-            _bytes(memory["total"]),
-            _bytes(traffic["gathered"]),
-            _bytes(traffic["reduced"]),
+            *(_three_digits(count / size) for count in counts),
             style="bold" if entry["system"] == "dcp" else None,
         )
     console.print()
@@ -423,7 +437,7 @@ def _draw(plans: list[_Plan], model: str, order: str, path: str) -> None:
     known = {(plan.ranks, plan.block_rows): plan for plan in plans}
     with _progress(len(rows) * len(ranks)) as show:
         for block_rows in rows:
-            label = f"{block_rows} row{'s' if block_rows > 1 else ''}"
+            label = _rows(block_rows)
             for count in ranks:
                 plan = known.get((count, block_rows)) or _Plan.of(
                     plans[0].groups, count, block_rows, order, show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 import warnings
 from dataclasses import dataclass
@@ -50,13 +51,19 @@ class Job:
 @click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: dcp]")
 @click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
 @click.option(
-    "--optimizer", metavar="NAME", help="adamw or adamw8bit; see dcp.optim.  [default: adamw]"
+    "--optimizer", metavar="NAME", help="adamw, adamw8bit, muon or shampoo.  [default: adamw]"
 )
 @click.option("--device", metavar="NAME", help="[default: cpu]")
 @click.option("--checkpoint", metavar="DIR", help="Folder of checkpoints and metrics.jsonl.")
 @click.option("--save-every", type=int, metavar="N", help="Steps between checkpoints.")
 @click.option("--keep", type=int, metavar="N", help="Newest checkpoints to keep.  [default: 3]")
 @click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
+@click.option(
+    "--init",
+    metavar="PATH",
+    help="Start from these weights (a checkpoint, Hugging Face's folder or file) and, without "
+    "--preset and --config, with their model's settings.",
+)
 @click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations.")
 @click.option("--target-loss", type=float, metavar="X", help="Stop at this held-out loss.")
 @click.option(
@@ -90,6 +97,8 @@ def command(
             raise InputError("--compare names the strategies: leave --strategy out")
         if "fixed" in strategies_of(compare):  # which alone may have plan.sp and plan.recompute
             options["strategy"] = "fixed"
+    if options["init"] is not None and preset is None and config_file is None:
+        sets = (*_model_of(options["init"]), *sets)
     settings = config.load(
         preset=preset,
         config=config_file,
@@ -107,6 +116,7 @@ def command(
         raise InputError("plan.refit needs a folder for its log: --metrics DIR or --checkpoint DIR")
     every = [settings] if compare is None else settings_of(compare, settings)
     with reading_input():
+        _check_init(settings, resume)
         _check_checkpoint(settings, resume)
         _check_outputs(metrics, trace)
         if replay is not None:
@@ -148,9 +158,47 @@ _KEYS = {
     "checkpoint": "checkpoint.folder",
     "save_every": "checkpoint.save_every",
     "keep": "checkpoint.keep",
+    "init": "checkpoint.init",
     "eval_every": "train.eval_every",
     "target_loss": "train.target_loss",
 }
+
+
+def _model_of(init: str) -> list[str]:
+    """The settings of the model that has these weights, as `--set` takes them."""
+    from dcp import checkpoint
+    from dcp.cli.checkpoint import find
+
+    with reading_input():
+        fields = checkpoint.show(find(init))["config"]
+    fields.pop("compute_dtype", None)  # a choice of the run
+    return [
+        f"model.{key}={'none' if value is None else json.dumps(value)}"
+        for key, value in fields.items()
+    ]
+
+
+def _check_init(settings: Any, resume: bool) -> None:
+    """Weights to start from are those of this model."""
+    init = settings.checkpoint.init
+    if init is None:
+        return
+    if resume:
+        raise InputError("--resume goes on with the weights of its checkpoint: leave --init out")
+    from dcp import checkpoint
+    from dcp.cli.checkpoint import find
+
+    where, model = find(init), settings.transformer()
+    shown = checkpoint.show(where)
+    if shown["config"]:
+        checkpoint.compare_configs(where, shown["config"], dataclasses.asdict(model))
+    there = {tensor["name"]: tuple(tensor["shape"]) for tensor in shown["tensors"]}
+    for name, shape in model.tensors():
+        if there.get(name) != tuple(shape):
+            what = f"has shape {there[name]}" if name in there else "is missing"
+            raise InputError(f"--init {init}: {name} {what} there, and has shape {shape} here")
+    if surplus := there.keys() - {name for name, _ in model.tensors()}:
+        raise InputError(f"--init {init}: {min(surplus)} is no tensor of this model")
 
 
 def _check_checkpoint(settings: Any, resume: bool) -> None:
@@ -180,6 +228,12 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
         raise InputError(
             f"--steps {settings.steps}: {newest} is at step {shown['step']} already; --steps is "
             "the total, counted from step 0"
+        )
+    optimizer = shown["state"].get("optimizer", "adamw")  # before there were others
+    if optimizer != settings.optimizer.name:
+        raise InputError(
+            f"{newest} has the state of optimizer {optimizer!r}, and this run is to go on with "
+            f"{settings.optimizer.name!r}: --optimizer {optimizer}, or another folder"
         )
     here = dataclasses.asdict(settings.transformer())
     checkpoint.compare_configs(newest, shown["config"], here)
@@ -248,6 +302,14 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     }
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
+        if settings.checkpoint.init is not None:
+            dcp.checkpoint.load(
+                settings.checkpoint.init,
+                shards={"weights": model.shards()["weights"]},
+                shapes=model.shapes,
+                world=world,
+            )
+            model.weights_changed()
         trainer = dcp.Trainer(
             model,
             settings.optimizer,
@@ -255,6 +317,8 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
             checkpoint=settings.checkpoint.folder,
             save_every=settings.checkpoint.save_every,
             keep=settings.checkpoint.keep,
+            asynchronous=settings.checkpoint.asynchronous,
+            copy_bytes=copy_bytes(settings),
             resume=job.resume,
             eval_every=settings.train.eval_every,
             eval_tokens=settings.train.eval_tokens,
@@ -320,7 +384,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
                 cost("step"),
                 cost("layer"),
                 world_size=settings.ranks,
-                memory_bytes=settings.memory,
+                memory_bytes=step_memory(settings),
                 tokens_per_step=settings.tokens_per_step,
                 windows=plan.windows,
                 step_s=once_s,
@@ -355,12 +419,27 @@ def make_loader(job: Job, world: Any) -> Any:
         tokens_per_step=settings.tokens_per_step,
         strategy=settings.strategy,
         seed=settings.seed,
-        memory_bytes=settings.memory,
+        memory_bytes=step_memory(settings),
         weighting=settings.train.weighting,
         eval_share=settings.train.eval_share,
         rounds=not plan.windows or job.reduce == "layer",
         **plan_options(plan),
     )
+
+
+def copy_bytes(settings: Any) -> int:
+    """Most bytes that a rank copies for a save beside training; 0 where there is none."""
+    if settings.checkpoint.folder is None or not settings.checkpoint.asynchronous:
+        return 0
+    share = 12 * settings.transformer().parameter_count() // settings.ranks  # and two moments
+    return int(min(settings.checkpoint.copy_bytes, share + share // 8))
+
+
+def step_memory(settings: Any) -> int | None:
+    """What steps may hold of `memory`: that copy stays beside them."""
+    if settings.memory is None:
+        return None
+    return max(1, int(settings.memory) - copy_bytes(settings))
 
 
 def plan_options(plan: Any) -> dict[str, Any]:

@@ -308,6 +308,28 @@ ahead(rank_t *r)
     world_close(&world);
 }
 
+/* A rank that leaves in the middle of the order is an error of who waits for it. */
+static void
+abandoned(rank_t *r)
+{
+    world_t world;
+    world_open(r, r->comm, &world);
+    dcp_dbuffer_t *main = make(r, &world, DCP_DBUFFER_DEMAND, DCP_F32, 1);
+    const int32_t order[] = {4, 1};
+    REQUIRE(r, dcp_dbuffer_gather_order(main, NULL, order, 2) == DCP_OK);
+    REQUIRE(r, dcp_dbuffer_gather_begin(main, 4) == DCP_OK);
+    REQUIRE(r, dcp_dbuffer_gather_wait(main, 4) == DCP_OK);
+    if (r->rank != 1) {
+        REQUIRE(r, dcp_dbuffer_gather_begin(main, 1) == DCP_OK);
+        dcp_status_t status = dcp_dbuffer_gather_wait(main, 1);
+        REQUIRE(r, status == DCP_ERR_PEER);
+        REQUIRE(r, strstr(dcp_last_error(), "rank 1") != NULL);
+        REQUIRE(r, dcp_dbuffer_gather_restart(main) == status);
+    }
+    dcp_dbuffer_destroy(main);
+    world_close(&world);
+}
+
 /* Replicas x shards: rank = replica x shards + place. The update of all replicas starts
  * from the same bits: the sums of shard groups, added in the order of replicas. */
 static void
@@ -560,6 +582,7 @@ main(void)
         run_ranks(ranks, size, hybrid, 0, 60 * second_ns);
     }
     rank_t ranks[MAX_RANKS];
+    run_ranks(ranks, 3, abandoned, 0, 60 * second_ns);
     run_ranks(ranks, 2, known_norm, 0, 60 * second_ns);
     run_ranks(ranks, 4, known_norm, 0, 60 * second_ns);
     test_block_norms();

@@ -201,6 +201,25 @@ def test_compute_must_be_known():
         dcp.ops.attention(q, q, q, [0, 2], compute="half")
 
 
+@pytest.mark.skipif("avx512bf16" not in ISAS, reason="this CPU does not multiply bf16")
+def test_float32_has_the_bits_of_avx512():
+    """The set that multiplies bf16 runs the float32 kernels of avx512."""
+    rng = np.random.default_rng(4)
+    a, b = matrix(rng, 50, 900), matrix(rng, 900, 70)
+    q, k, v, dout = draw(21, 150, 150, 2, 1, 40)
+    results = []
+    for isa in ("avx512", "avx512bf16"):
+        _dcp.set_isa(isa)
+        c, y = np.empty((2, 50, 70), np.float32), np.empty(900, np.float32)
+        _dcp.gemm(a, b, c[0])
+        _dcp.gemm(a, b, c[1], packed=_dcp.gemm_pack(b))
+        _dcp.kernel_run("gelu", {"kind": 0, "count": 900, "x": a[0].copy(), "out": y})
+        out, lse = dcp.ops.attention(q, k, v, [0, 150])
+        grads = dcp.ops.attention_backward(dout, q, k, v, out, lse, [0, 150])
+        results.append([x.tobytes() for x in (c, y, out, lse, *grads)])
+    assert results[0] == results[1]
+
+
 # ---- attention ------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """dcp.checkpoint: to and from Hugging Face's files, to other numbers of files, range by range."""
 
+import hashlib
 import json
 import tracemalloc
 from math import prod
@@ -326,3 +327,33 @@ def test_sample_from_any_form(tmp_path, capsys):
     file = tmp_path / "hf" / "model.safetensors"
     assert run(["sample", "--checkpoint", str(file), "--prompt", "def "]) == 2
     assert "no settings of a model" in capsys.readouterr().err
+
+
+def test_training_from_given_weights(tmp_path, capsys):
+    """Without a step the weights are those given, in any form; the model's settings come along."""
+    model = model_of(vocab_size=257, tie_word_embeddings=True, max_position_embeddings=4096)
+    saved(model, tmp_path / "run")
+    checkpoint.export(tmp_path / "run", tmp_path / "hf")
+    small = ["train", "--ranks", "2", "--steps", "0", "--json", "-", "--tokens-per-step", "4096"]
+    digests = set()
+    for name in ("run", "hf"):
+        assert run([*small, "--init", str(tmp_path / name)]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["model"]["intermediate_size"] == 12
+        digests.add(document["parameters_sha256"])
+    digest = hashlib.sha256()
+    for _, array in sorted(model.parameters().items()):
+        digest.update(array.data)
+    assert digests == {digest.hexdigest()}
+    for arguments, word in [
+        (["--set", "model.hidden_size=16"], "hidden_size is 8 there and 16 here"),
+        (["--preset", "tiny"], "is a checkpoint of another model"),
+        (["--resume", "--checkpoint", str(tmp_path / "run")], "leave --init out"),
+    ]:
+        assert run([*small, "--init", str(tmp_path / "run"), *arguments]) == 2
+        assert word in capsys.readouterr().err
+    file = str(tmp_path / "hf" / "model.safetensors")
+    assert run([*small, "--init", file]) == 2
+    assert "there, and has shape" in capsys.readouterr().err
+    assert run([*small, "--init", str(tmp_path / "none")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dcp
 from dcp import _dcp
 
-ISAS = _dcp.cpu_info()["isas"]
+ISAS = [isa for isa in _dcp.cpu_info()["isas"] if isa != "avx512bf16"]  # see test_bf16.py
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([47, 64, 65, 96, 97, 129, 257, 300]))
 DEPTHS = st.one_of(SIZES, st.sampled_from([688, 704, 705, 1408, 1500]))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -190,6 +191,19 @@ def test_index_of_several_files(tmp_path: Path) -> None:
         read_tensors(tmp_path.parent)
 
 
+def test_order_of_a_pass(tmp_path: Path) -> None:
+    """Files hold their tensors sorted as text, head first."""
+    names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    names += [f"model.layers.{i}.w" for i in (0, 1, 10, 11, 2)]
+    save_file({name: np.zeros((2, 3), np.float32) for name in names}, tmp_path / "a.safetensors")
+    groups = group_tensors(read_tensors(tmp_path / "a.safetensors"))
+    assert [g.name for g in groups] == [
+        "model.embed_tokens",
+        *(f"model.layers.{i}" for i in (0, 1, 2, 10, 11)),
+        "lm_head+model.norm",
+    ]
+
+
 def header_of(**changes: Any) -> bytes:
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes
     text = json.dumps({"w": entry}).encode()
@@ -253,7 +267,13 @@ def test_any_bytes_are_a_list_or_an_error(tmp_path: Path, data: st.DataObject) -
 SETTINGS = (("layer", 1), ("layer", 3), ("step", 2))  # reduce, micro-batches
 
 
-def steps(world: Any, config: Any) -> list[tuple[int, int]]:
+class Counted(NamedTuple):
+    gathered: int
+    reduced: int
+    held: int
+
+
+def steps(world: Any, config: Any) -> list[Counted]:
     tokens = [np.arange(9, dtype=np.int32)]
     case = Case(config, tokens, tokens, None, 0)
     counted = []
@@ -267,36 +287,92 @@ def steps(world: Any, config: Any) -> list[tuple[int, int]]:
                 step=0,
                 optimizer=dcp.optim.AdamW(lr=0.1),
             )
-        counted.append((result.gathered_bytes, result.reduced_bytes))
+            held = model.memory()["held"]
+        counted.append(Counted(result.gathered_bytes, result.reduced_bytes, held))
     return counted
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_traffic_is_what_real_steps_count(tied: bool) -> None:
-    config = dcp.Transformer1D(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=3,
+def config_of(tied: bool) -> dcp.Transformer1D:
+    return dcp.Transformer1D(
+        vocab_size=257,
+        hidden_size=120,
+        intermediate_size=340,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
     )
-    ranks = 3
+
+
+@functools.cache
+def counted_by_dcp(tied: bool, ranks: int) -> list[list[Counted]]:
+    return dcp.launch(steps, ranks, (config_of(tied),))
+
+
+def planned(tied: bool, ranks: int) -> tuple[list[Any], list[Any], list[int]]:
+    """Groups, buffers and elements of each group as dcp trains them."""
+    config = config_of(tied)
     groups = group_tensors(config.tensors(), by=config.groups())
     buffers = plan_groups(groups, ranks=ranks, block_rows=3, split_above=math.inf)
     padded = {name: b.layout.shard_elements * ranks for b in buffers for name in b.groups}
-    in_order = [padded[group.name] for group in groups]
+    return groups, buffers, [padded[group.name] for group in groups]
+
+
+@pytest.mark.parametrize(("tied", "ranks"), [(False, 3), (True, 3), (False, 2)])
+def test_traffic_is_what_real_steps_count(tied: bool, ranks: int) -> None:
+    groups, buffers, padded = planned(tied, ranks)
     wanted = [
-        dcp_traffic(in_order, ranks=ranks, micro_batches=count, tied=tied, reduce=reduce)
+        dcp_traffic(padded, ranks=ranks, micro_batches=count, tied=tied, reduce=reduce)
         for reduce, count in SETTINGS
     ]
-    assert dcp.launch(steps, ranks, (config,)) == [wanted] * ranks
+    for rank in counted_by_dcp(tied, ranks):
+        assert [(c.gathered, c.reduced) for c in rank] == wanted
     ours = footprints(groups, buffers, ranks=ranks, compute_bytes=4, micro_batches=3, tied=tied)[0]
-    assert (ours.gathered, ours.reduced) == dcp_traffic(
-        in_order, ranks=ranks, micro_batches=3, tied=tied
-    )
+    assert (ours.gathered, ours.reduced) == wanted[1]
+
+
+def test_memory_is_what_real_ranks_hold() -> None:
+    """Activations, packed copies and the runtime do not depend on the ranks; the rest does."""
+    left, totals = [], []
+    for ranks in (2, 3):
+        groups, buffers, _ = planned(False, ranks)
+        ours = footprints(groups, buffers, ranks=ranks, compute_bytes=4)[0]
+        held = [rank[0].held for rank in counted_by_dcp(False, ranks)]
+        totals.append(ours.total)
+        left += [bytes_held - ours.total for bytes_held in held]
+    assert min(left) > 0
+    assert max(left) - min(left) < 0.02 * (totals[0] - totals[1])
+
+
+def test_figures_by_hand() -> None:
+    """Four groups of 32 elements on two ranks: nothing is padded, everything can be counted."""
+    names = ("embed.weight", "model.layers.0.w", "model.layers.1.w", "lm_head.weight")
+    groups = group_tensors([(name, (8, 4)) for name in names])
+    entries = footprints(groups, plan_groups(groups, ranks=2), ranks=2)
+    #            weights  compute       gradients       optimizer  communication
+    wanted = {
+        "dcp": (4 * 64, 2 * 32, 4 * 64 + 4 * 32, 8 * 64, 0),
+        "fsdp2": (4 * 64, 2 * (64 + 32), 4 * 64 + 2 * 32, 8 * 64, (2 + 4) * 32),
+        "megatron": (6 * 64, 2 * (64 + 32), 4 * 64 + 4 * 32, 8 * 64, (2 + 4) * 32),
+        "zero3": (6 * 64, 2 * 128, 2 * 64, 8 * 64, 2 * 128),
+    }
+    layers_twice = (2 * 64 + 64) // 2 * 2
+    traffic = {
+        "dcp": (layers_twice, 4 * 64),
+        "fsdp2": (layers_twice, 4 * 64),
+        "megatron": (layers_twice, 4 * 64),
+        "zero3": (2 * 64, 2 * 64),
+    }
+    for entry in entries:
+        assert tuple(entry.memory[c] for c in COMPONENTS) == (*wanted[entry.system], 0)
+        assert (entry.gathered, entry.reduced) == traffic[entry.system]
+    # 12 ranks: FSDP2 has a row on each, Megatron rows of 4, ZeRO-3 elements, dcp units of 16
+    entries = footprints(groups, plan_groups(groups, ranks=12), ranks=12)
+    stay = {"dcp": (16, 16), "fsdp2": (4, 16), "megatron": (4, 18), "zero3": (3, 16)}
+    for entry in entries:
+        shard, item_bytes = stay[entry.system]
+        assert entry.memory["padding"] == pytest.approx(item_bytes * 4 * (shard - 32 / 12))
 
 
 @pytest.mark.parametrize("optimizer", optimizer_names())
@@ -329,6 +405,42 @@ def test_footprints_add_up(optimizer: str) -> None:
             "sgd": (4, 4),
         }[optimizer]
         assert low <= state <= high
+
+
+def test_state_of_optimizers() -> None:
+    """One matrix of 300 x 200 and one vector of 64, on one rank."""
+    groups = group_tensors([("layers.0.w", (300, 200)), ("layers.0.b", (64,))])
+    buffers = plan_groups(groups, ranks=1)
+    blocks = 3 * 2  # Shampoo's, of 100 x 100
+    wanted = {
+        "adamw": 8 * 60064,
+        "adamw8bit": 2 * 60000 + 8 * 300 + 8 * 64,
+        "muon": 4 * 60000 + 8 * 64,
+        "shampoo": 8 * 60064 + blocks * 4 * 4 * 100 * 100,
+        "sgd": 4 * 60064,
+    }
+    assert list(wanted) == optimizer_names()
+    for name, count in wanted.items():
+        entry = footprints(groups, buffers, ranks=1, optimizer=name)[0]
+        assert entry.memory["optimizer"] == count
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "shampoo"])
+def test_state_is_what_optimizers_make(name: str) -> None:
+    optimizers = {
+        "adamw": dcp.optim.AdamW,
+        "adamw8bit": dcp.optim.AdamW8bit,
+        "muon": dcp.optim.Muon,
+        "shampoo": dcp.optim.Shampoo,
+    }
+    groups, buffers, _ = planned(False, 1)
+    ours = footprints(groups, buffers, ranks=1, optimizer=name)[0]
+    with dcp.init("self") as world, dcp.fully_shard(config_of(False), world) as model:
+        model.set_optimizer(optimizers[name]())
+        runs = [run for kind, runs in model.shards().items() if kind != "weights" for run in runs]
+        made = sum(run.array.nbytes for run in runs)
+        del runs
+    assert ours.memory["optimizer"] == made
 
 
 def test_figures_of_no_optimizer() -> None:

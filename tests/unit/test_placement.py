@@ -507,6 +507,26 @@ def test_sums_over_a_mesh_are_bitwise_the_stated_order(
     assert first == dcp.launch(hybrid_gradients, ranks, args=(shapes,))
 
 
+def move_much(world: dcp.World) -> None:
+    mesh = dcp.Mesh(world)
+    shape = (4100, 1031)  # rows of odd lengths, 8 MB a part and more
+    whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    for isa in _dcp.cpu_info()["isas"]:
+        _dcp.set_isa(isa)
+        columns, window = mesh.allocate(shape, [Shard(1)], np.int32)
+        redistribute(whole, shape, mesh, [Replicate()], [Shard(1)], out=columns)
+        np.testing.assert_array_equal(columns, chunk(whole, 1, world.rank, 2))
+        for place in (window, None):
+            full = np.zeros_like(whole)
+            target = [Replicate()]
+            redistribute(columns, shape, mesh, [Shard(1)], target, out=full, window=place)
+            np.testing.assert_array_equal(full, whole)
+
+
+def test_much_memory_moves_around_the_cache_on_every_instruction_set() -> None:
+    dcp.launch(move_much, 2)
+
+
 def disagree(world: dcp.World) -> list[str]:
     mesh = dcp.Mesh(world)
     odd = world.rank == 1
@@ -533,6 +553,16 @@ def disagree(world: dcp.World) -> list[str]:
         with pytest.raises(dcp.MismatchError) as error:
             call()
         texts.append(str(error.value))
+    small, large = world._window(16), world._window(32 if odd else 16)
+    window = large if odd else small  # not the same window: a peer might read past its end
+    local = window.part(world.rank).view(np.float32)[:4]
+    with pytest.raises(dcp.MismatchError):
+        redistribute(local, (4,), mesh, [Replicate()], [Replicate()], window=window)
+    pair = world.group([0, 1] if world.rank < 2 else [2])
+    assert pair is not None
+    of_group = pair._window(16)
+    with pytest.raises(dcp.ArgumentError, match="window was made by"):
+        redistribute(x, (4,), mesh, [Replicate()], [Replicate()], window=of_group)
     # nothing is broken
     whole = redistribute(x[:1] + world.rank, (3,), mesh, [Shard(0)], [Replicate()]).array
     assert whole.tolist() == [0, 1, 2]

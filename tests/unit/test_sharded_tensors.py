@@ -7,6 +7,7 @@ reports that became tests; rows are those of veScale's table of faults of sharde
 from __future__ import annotations
 
 import doctest
+import functools
 import gc
 import importlib.util
 import itertools
@@ -20,7 +21,8 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp import _dcp, checkpoint, sharded_tensors, tensor_list
-from dcp.optim import AdamW
+from dcp.optim import OPTIMIZERS, AdamW
+from dcp.sharded_part import rows_of
 from dcp.sharded_tensors import ShardedTensors
 
 MODES = list(itertools.product((True, False), ("step", "layer"), ("float32", "bfloat16")))
@@ -123,6 +125,8 @@ def cycle(world, mode, folder):
         times = 4 if not windows else 3 if compute == "bfloat16" else 0
         assert traffic["gathers"] == times * groups
         assert traffic["reduces"] == 3 * groups
+        if folder is None:
+            return seen
         path = checkpoint.save(
             folder,
             step=3,
@@ -138,7 +142,10 @@ def cycle(world, mode, folder):
 
 
 def cycles(world, folder):
-    return [cycle(world, mode, f"{folder}/{i}") for i, mode in enumerate(MODES)]
+    saving = {0, 5}
+    return [
+        cycle(world, mode, f"{folder}/{i}" if i in saving else None) for i, mode in enumerate(MODES)
+    ]
 
 
 def load_odd(world, folder):
@@ -322,6 +329,74 @@ def memory_of_frozen(world):
     assert held[1] < held[0] - 4 * 50_000
 
 
+def every_optimizer(world):
+    """Weights and states after 3 steps, from gradients that are the same in every world."""
+    shapes = {
+        "m": (70, 65),
+        "l.0.w": (64, 64),
+        "l.0.b": (70,),
+        "cube": (3, 20, 10),
+        "s": (),
+        "e": (0, 3),
+    }
+    out = {}
+    for kind, optimizer in OPTIMIZERS.items():
+        for windows in (True, False):
+            settings = optimizer(lr=0.01, warmup_steps=0)
+            with dcp.fully_shard(
+                dense(shapes), world, windows=windows, block_rows={"m": 4}
+            ) as model:
+                for step in range(3):
+                    if world.rank == 0:
+                        for name, shape in shapes.items():
+                            model.add_gradient(name, values_of(name, shape, 20 + step))
+                    model.step(settings)
+                for name in shapes:
+                    out[kind, windows, name] = model.full_tensor(name).tobytes()
+                gc.collect()
+    return out
+
+
+def resumed(world, folder, load):
+    """Every optimizer: two steps and a save, or a load; then a third step."""
+    shapes = {"m": (70, 65), "l.0.w": (64, 64), "l.0.b": (70,)}
+    out = {}
+    for kind, optimizer in OPTIMIZERS.items():
+        settings = optimizer(lr=0.01, warmup_steps=0)
+        with dcp.fully_shard(dense(shapes), world) as model:
+            if load:
+                model.set_optimizer(settings)
+                checkpoint.load(
+                    f"{folder}/{kind}",
+                    shards=model.shards(),
+                    shapes=model.shapes,
+                    kind_shapes=model.kind_shapes(),
+                    world=world,
+                )
+                model.update_count = 2
+                model.weights_changed()
+            for step in range(2 if load else 0, 3):
+                if step == 2 and not load:
+                    checkpoint.save(
+                        f"{folder}/{kind}",
+                        step=2,
+                        world=world,
+                        shards=model.shards(saving=True),
+                        shapes=model.shapes,
+                        kind_shapes=model.kind_shapes(),
+                        state={},
+                        config={},
+                    )
+                if world.rank == 0:
+                    for name, shape in shapes.items():
+                        model.add_gradient(name, values_of(name, shape, 20 + step))
+                model.step(settings)
+            for name in shapes:
+                out[kind, name] = model.full_tensor(name).tobytes()
+            gc.collect()
+    return out
+
+
 def disagreements(world):
     """Ranks that differ are told, before anything is made."""
     out = []
@@ -353,10 +428,32 @@ def everything_on_two(world, folder):
     meta(world)
     frozen(world, folder)
     memory_of_frozen(world)
-    return norms(world), disagreements(world)
+    states = resumed(world, f"{folder}-states", False)
+    return norms(world), disagreements(world), every_optimizer(world), states
+
+
+def two_meshes(world):
+    """row 5: dense tensors over all ranks, experts over pairs; one norm."""
+    pair = world.group([world.rank // 2 * 2, world.rank // 2 * 2 + 1])
+    with (
+        dcp.fully_shard({"w": (8, 8)}, world) as dense_part,
+        dcp.fully_shard({"w": (64, 4)}, pair) as experts,
+    ):
+        if world.rank == 3:
+            dense_part.gradients("w")[0, 0] = 3.0
+        if pair.rank == 1:
+            experts.gradients("w")[5, 1] = (4.0, 12.0)[world.rank // 2]
+        own = experts.grad_norm()
+        assert own == (4.0, 12.0)[world.rank // 2]
+        # every pair's once
+        squares = world.allreduce(np.array([own**2 / pair.size]))
+        assert math.hypot(dense_part.grad_norm(), math.sqrt(float(squares[0]))) == 13.0
+        gc.collect()
+    pair.close()
 
 
 def everything_on_four(world):
+    two_meshes(world)
     replicated_update(world)
     return norms(world)
 
@@ -365,6 +462,7 @@ def everything_on_three(world):
     for mode in MODES:
         uneven(world, mode)
     meta(world)
+    return every_optimizer(world)
 
 
 # Tests
@@ -398,9 +496,20 @@ def test_odd_sizes_survive_the_cycle_in_every_world(tmp_path: Path) -> None:
     )
 
 
+@functools.cache
+def alone():
+    with dcp.init("self") as world:
+        updated = every_optimizer(world)
+    assert len({updated[kind, True, "l.0.w"] for kind in OPTIMIZERS}) == len(OPTIMIZERS)
+    return updated
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     results = dcp.launch(everything_on_two, 2, (str(tmp_path / "frozen"),))
-    for known, messages in results:
+    with dcp.init("self") as world:
+        continued = resumed(world, f"{tmp_path}/frozen-states", True)
+    for known, messages, updated, states in results:
+        assert updated == alone() and states == continued
         assert known[1][:3] == (5.0, 13.0, 12.0)
         assert known[1][3] == 13.0 and known[1][4:] == (2.5, 6.0)
         assert len(messages) == 3 and all("disagree" in message for message in messages)
@@ -423,7 +532,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_three_ranks() -> None:
-    dcp.launch(everything_on_three, 3)
+    assert all(updated == alone() for updated in dcp.launch(everything_on_three, 3))
 
 
 def test_four_ranks() -> None:
@@ -468,9 +577,7 @@ def test_any_shapes(sets, groups, ranks) -> None:
                 model.full_tensor(name, kind="gradients"), values_of(name, shape, 1)
             )
         part = model._trained
-        table = [
-            (*sharded_tensors._rows(t.shape), part.groups[t.group], t.block) for t in part.tensors
-        ]
+        table = [(*rows_of(t.shape), part.groups[t.group], t.block) for t in part.tensors]
     layout = _dcp.DBufferLayout(np.array(table, np.int64).reshape(-1, 4), ranks, 1, 0)
     owned = {i: [] for i in range(len(table))}
     for rank in range(ranks):
@@ -483,6 +590,20 @@ def test_any_shapes(sets, groups, ranks) -> None:
             assert first % max(1, block or width) == 0, "a block was cut"
             end = first + count
         assert end == rows * width
+
+
+@pytest.mark.parametrize(
+    "shape, ranks", [((5,), 2), ((96,), 5), ((32001,), 8), ((), 4), ((3, 2), 8), ((0,), 3)]
+)
+def test_sizes_that_do_not_divide(shape, ranks) -> None:
+    """case F-02: every element on one rank, also where some ranks have none."""
+    rows, width = rows_of(shape)
+    layout = _dcp.DBufferLayout(np.array([[rows, width, 0, 0]], np.int64), ranks, 1, 0)
+    owned = [run for rank in range(ranks) for run in layout.runs(rank)]
+    assert sum(count for _, _, count in owned) == math.prod(shape)
+    ends = np.cumsum([0, *(count for _, _, count in owned)])
+    assert [first for _, first, _ in owned] == ends[:-1].tolist()
+    assert layout.shards()[0] % 16 == 0
 
 
 def test_gathering_ahead_takes_and_gives_back_memory() -> None:
@@ -573,8 +694,8 @@ def test_with_torch_without_a_copy() -> None:
     weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     with dcp.init("self") as world, dcp.fully_shard([("w", weight)], world) as model:
         view, gradient = model.gather(0)["w"], model.gradients("w")
-        leaf = torch.from_numpy(view).requires_grad_()
-        leaf.grad = torch.from_numpy(gradient)
+        leaf = torch.from_dlpack(view).requires_grad_()
+        leaf.grad = torch.from_dlpack(gradient)
         (leaf * 3).sum().backward()
         assert leaf.data_ptr() == view.ctypes.data and (gradient == 3).all()
         del leaf, view, gradient

@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dcp
 from dcp import trainer as trainer_module
+from dcp.checkpoint import Run
 from dcp.optim import AdamW
 from dcp.trainer import Trainer
 
@@ -55,8 +57,11 @@ class FakeModel:
         self.evaluated_groups.append(groups)
         return self.value * scale * len(micro_batches)
 
-    def shards(self) -> dict[str, float]:
-        return {"value": self.value}
+    def shards(self) -> dict[str, list[Run]]:
+        return {"weights": [Run("w", 0, np.array([self.value]))]}
+
+    def kind_shapes(self) -> dict[str, Any]:
+        return {}
 
     def set_optimizer(self, optimizer: Any, *, keep: bool) -> None:
         assert keep
@@ -206,7 +211,7 @@ def test_resumed_run_equals_the_uninterrupted_one(folder: Any) -> None:
     Trainer(first, ADAMW, FakeLoader(), checkpoint=folder.path, save_every=3).fit(5)
     assert sorted(folder.saved) == [3, 5], "every third step, and the last one"
     second = FakeModel()
-    second.value = folder.saved[5][0]["value"]
+    second.value = float(folder.saved[5][0]["weights"][0].array[0])
     resumed = Trainer(second, ADAMW, FakeLoader(), checkpoint=folder.path, resume=True)
     assert second.published == 1 and second.update_count == 5
     report = resumed.fit(9)

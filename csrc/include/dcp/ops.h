@@ -22,7 +22,8 @@ extern "C" {
 /* `compute` of a product: DCP_F32 (0), or DCP_BF16: every factor is rounded to bf16
  * (nearest even), products are summed in fp32; what is stored stays fp32. A CPU with
  * AVX512_BF16 multiplies bf16, others widen what was rounded; the two differ in the
- * order of sums. */
+ * order of sums, and where factors are subnormal: those count as zero in the first.
+ * What is said of bits below holds within either. */
 
 /* C = op(A) op(B) [+ add] [+ bias], or C += op(A) op(B).
  * op(A) is [m, k]: stored [m, k] with row stride lda, or, with trans_a, [k, m]. op(B)

@@ -50,9 +50,10 @@ typedef struct dcp_redistribute_args {
  *
  * Messages: one alltoall; one allgather where the target is whole and the source one
  * range a rank. Window: copies from the peers' parts, between two fences.
- * In place: nothing passes scratch where what arrives lands neither on what must still
- * leave nor on what stays (so: a rank that only gives, or only takes, needs none).
- * Parts in a window that land on another rank's old part all pass scratch. */
+ * In place: nothing passes scratch where the new part lands on nothing that must still
+ * leave, or where nothing arrives (so: a rank that only gives, or only takes, needs
+ * none); else what arrives does. Parts in a window that land on another rank's old part
+ * all pass scratch. */
 dcp_status_t dcp_redistribute(const dcp_redistribute_args_t *args,
                               dcp_moved_t *moved_p);
 

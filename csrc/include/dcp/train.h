@@ -132,6 +132,13 @@ dcp_status_t dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *arg
 dcp_status_t dcp_sharded_gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                    int64_t *busy_ns, double *loss_p);
 
+/* Collective: steps 1 to 3. The gradients stay where they are, and the next
+ * dcp_sharded_step or dcp_sharded_gradients adds its micro-batches to them, *loss_p
+ * being the sum so far: the bits are those of one call with all micro-batches, in this
+ * order. With reduce_layer every pass sums over ranks, as always. */
+dcp_status_t dcp_sharded_accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                                    int64_t *busy_ns, double *loss_p);
+
 /* Collective: forward only; *loss_p is the sum over ranks, in rank order. Ranks may
  * bring different numbers of micro-batches in every mode. */
 dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t *args,

@@ -18,6 +18,12 @@
  * order of the segments, so that segments may be computed apart and summed later with
  * the same bits.
  *
+ * With two factors a word (words.h) the same runs on bf16 numbers. A word pairs what
+ * follows each other in the sum: elements of a row in the first two products, query rows
+ * in the sums of dV and dK, keys in that of dQ, so dS^T is stored twice and keys are
+ * packed twice. Queries are scaled after the product, P is rounded only where it is a
+ * factor.
+ *
  * Cost a query row and key: 5 * dim multiply-adds, the exponential, 2 operations.
  */
 #include "attention_pack.h"
@@ -69,7 +75,7 @@ layout(backward_t *b, arena_t *arena, int64_t key_count, int64_t dim)
     b->score_gradients = arena_words(arena, words_of(KEY_BLOCK) * BLOCK + 16);
     b->dq = arena_floats(arena, round_up(BLOCK, MR) * b->width);
     b->keys = arena_words(arena, words_of(keys) * b->width);
-    b->values_padded = arena_words(arena, MR * b->depth);
+    b->values_padded = arena_words(arena, round_up(MR * b->depth, VF));
 #if FACTORS == 1
     b->exact = b->weights;
     b->key_rows = b->keys;

@@ -16,6 +16,10 @@
  * Scores are compared before scaling, and masked by index: no real score is mistaken
  * for a masked one, however low, and large scores keep all their digits.
  *
+ * With two factors a word (words.h) the same runs on bf16 numbers: queries are packed
+ * for every tile, weights rounded as they are stored, while sums, references and lse
+ * take them before that. With view->round the words are fp32 numbers that were rounded.
+ *
  * Cost a row and vector of keys: 2 * dim multiply-adds, and 7 operations of the same
  * pipes for the exponential. Masked work: to a multiple of VF keys for scores, none for
  * values. Measured on Zen 5, dim 64: 78 % of the time is spent in the two products at
@@ -72,7 +76,7 @@ layout(forward_t *f, arena_t *arena, int64_t row_count, int64_t group_size, int6
     f->values = arena_words(arena, TILE_WORDS * f->width);
     f->weights = arena_words(arena, MR * TILE_WORDS);
     f->scores = arena_floats(arena, MR * PANEL);
-    f->padded = arena_words(arena, MR * f->depth);
+    f->padded = arena_words(arena, round_up(MR * f->depth, VF));
     int64_t groups = (row_count + MR - 1) / MR * group_size;
     f->states = arena_floats(arena, groups * f->state_count);
 }

@@ -220,33 +220,6 @@ pack_rows(word_t *to, int64_t width, const float *rows, int64_t row_stride,
     }
 }
 
-/* Rows [row_count][dim] -> [MR][words of dim], rows beyond row_count zero; rounded to
- * bf16 if `round` says so or words hold two. */
-static void
-pack_tile_rows(word_t *to, const float *rows, int64_t row_stride, int64_t row_count,
-               int64_t dim, int32_t round)
-{
-    int64_t depth = words_of(dim);
-    for (int64_t r = 0; r < MR; r++) {
-        const float *from = rows + r * row_stride;
-        for (int64_t d = 0; d < dim; d += FACTORS * VF) {
-            int64_t count = min_i64(FACTORS * VF, dim - d);
-            word_vector_t x = {0};
-            if (r < row_count && round) {
-                x = words_along(SOURCE_ROUND, from + d, count);
-            } else if (r < row_count) {
-                x = words_along(SOURCE_FLOAT, from + d, count);
-            }
-            if (words_of(count) == VF) {
-                words_store(to + d / FACTORS, x);
-            } else {
-                words_store_part(to + d / FACTORS, x, words_of(count));
-            }
-        }
-        to += depth;
-    }
-}
-
 /* Words of one factor, whole vectors, in place: rounded to bf16; times factor. */
 static void
 round_vectors(word_t *x, int64_t count)
@@ -261,6 +234,34 @@ scale_vectors(word_t *x, int64_t count, float factor)
 {
     for (int64_t i = 0; FACTORS == 1 && i < count; i += VF) {
         words_store(x + i, (word_vector_t)((vf)words_load(x + i) * vf_set(factor)));
+    }
+}
+
+/* Rows [row_count][dim] -> [MR][words of dim], rows beyond row_count zero; rounded to
+ * bf16 if `round` says so or words hold two. */
+static void
+pack_tile_rows(word_t *to, const float *rows, int64_t row_stride, int64_t row_count,
+               int64_t dim, int32_t round)
+{
+    for (int64_t r = 0; r < MR; r++) {
+        const float *from = rows + r * row_stride;
+        int64_t d = 0;
+        for (; r < row_count && d + FACTORS * VF <= dim; d += FACTORS * VF) {
+            words_store(to, words_along(SOURCE_FLOAT, from + d, FACTORS * VF));
+            to += VF;
+        }
+        for (; d < dim; d += FACTORS * VF) {
+            int64_t count = min_i64(FACTORS * VF, dim - d);
+            word_vector_t x = {0};
+            if (r < row_count) {
+                x = words_along(SOURCE_FLOAT, from + d, count);
+            }
+            words_store_part(to, x, words_of(count));
+            to += words_of(count);
+        }
+    }
+    if (FACTORS == 1 && round) {
+        round_vectors(to - MR * dim, MR * dim);
     }
 }
 

@@ -195,7 +195,9 @@ strip_pack(const int rows, const int source, int64_t k, const float *a, int64_t 
            word_t *to)
 {
     for (int64_t j = 0; j < k; j += FACTORS) {
-        __builtin_prefetch(a + PACK_DEPTH * lda);
+        for (int i = 0; i < FACTORS; i++) {
+            __builtin_prefetch(a + (PACK_DEPTH + i) * lda);
+        }
         if (FACTORS == 1 && source == SOURCE_FLOAT) {
             memcpy(to, a, (size_t)rows * sizeof(float));
         } else {
@@ -374,9 +376,14 @@ columns_copy(const int source, int64_t columns, int64_t k, const void *b, int64_
 {
     for (int64_t j = 0; j < k; j += FACTORS) {
         const int64_t rows = k - j < FACTORS ? 1 : FACTORS;
-        __builtin_prefetch(numbers_at(source, b, PACK_DEPTH * ldb));
+        for (int i = 0; i < FACTORS; i++) {
+            const void *ahead = numbers_at(source, b, (PACK_DEPTH + i) * ldb);
+            __builtin_prefetch(ahead);
+            if (columns == PANEL) {
+                __builtin_prefetch(numbers_at(source, ahead, PANEL - 1));
+            }
+        }
         if (columns == PANEL) {
-            __builtin_prefetch(numbers_at(source, b, PACK_DEPTH * ldb + PANEL - 1));
             const void *second = numbers_at(source, b, VF);
             words_store(to, words_across(source, b, ldb, rows, VF));
             words_store(to + VF, words_across(source, second, ldb, rows, VF));

@@ -1,0 +1,84 @@
+"""Tensors that share a layout, and the buffers behind them: what `ShardedTensors` is made of."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dcp import _dcp
+from dcp.tensor_list import Tensor
+
+if TYPE_CHECKING:
+    from dcp.sharded_tensors import ShardedTensors
+
+__all__ = ["DEMAND", "SHARD", "SHARED", "Part", "rows_of"]
+
+SHARED, PRIVATE, LOCAL, SHARD, DEMAND = range(5)  # dcp_dbuffer_kind_t
+BF16 = 1  # dcp_dtype_t
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and their width; tensors of one dimension have rows of one element."""
+    return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (math.prod(shape), 1)
+
+
+class Part:
+    """Tensors that share a layout: the trained ones, or the frozen ones."""
+
+    def __init__(self, owner: ShardedTensors, tensors: list[Tensor], trained: bool) -> None:
+        self.tensors = tensors
+        self.index = {tensor.name: i for i, tensor in enumerate(tensors)}
+        used = list(dict.fromkeys(tensor.group for tensor in tensors))
+        self.groups = {group: i for i, group in enumerate(used)}  # of all -> of this layout
+        rows = [
+            (*rows_of(tensor.shape), self.groups[tensor.group], tensor.block) for tensor in tensors
+        ]
+        self.layout = _dcp.DBufferLayout(
+            np.array(rows, np.int64).reshape(-1, 4), owner._shards.size, 1, owner._order
+        )
+        self.runs = {
+            tensors[i].name: (first, count)
+            for i, first, count in self.layout.runs(owner._shards.rank)
+        }
+        self.gradients: Any = None
+        self.sums: Any = None
+        self.copies: Any = None
+        self.weights = self._make(owner, *owner._weight_kind())
+        if owner.compute_dtype == "bfloat16":
+            kind = SHARED if owner.windows else DEMAND
+            self.copies = self._make(owner, kind, dtype=BF16)
+        if trained:
+            kind = PRIVATE if owner.windows else LOCAL
+            by_layer = owner.reduce_mode == "layer"
+            replicas = owner._replicas if owner.replicas > 1 else None
+            self.gradients = self._make(owner, DEMAND if by_layer else kind, replicas=replicas)
+            self.sums = self._make(owner, SHARD) if by_layer else self.gradients
+
+    def _make(
+        self, owner: ShardedTensors, kind: int, keep_own: bool = False, **options: Any
+    ) -> Any:
+        return _dcp.DBuffer(owner._shards, self.layout, kind, keep_own=keep_own, **options)
+
+    @property
+    def whole(self) -> Any:
+        """The buffer whose whole tensors are computed with."""
+        return self.copies if self.copies is not None else self.weights
+
+    @property
+    def source(self) -> Any:
+        """Where a gather's slices come from; None: they are in place."""
+        return self.weights if self.copies is not None else None
+
+    def buffers(self) -> list[Any]:
+        found = [self.weights, self.copies, self.gradients]
+        if self.sums is not self.gradients:
+            found.append(self.sums)
+        return [buffer for buffer in found if buffer is not None]
+
+    def view(self, buffer: Any, name: str, writable: bool) -> NDArray[Any]:
+        tensor = self.tensors[self.index[name]]
+        flat: NDArray[Any] = buffer.tensor(self.index[name], math.prod(tensor.shape), writable)
+        return flat.reshape(tensor.shape)
