@@ -465,10 +465,11 @@ def test_ranks_must_have_the_same_optimizer():
             model.set_optimizer(first)
             second = AdamW(eps=1e-8 if what != "numbers" or world.rank == 0 else 1e-7)
             lr = 0.1 if what != "lr" or world.rank == 1 else 0.2
+            model.update_count = 1 if what == "update_count" and world.rank == 1 else 0
             model_step(model, second, 0, lr=lr)
         return type(caught.value).__name__, str(caught.value)
 
-    for what in ("rules", "numbers", "lr"):
+    for what in ("rules", "numbers", "lr", "update_count"):
         for name, message in dcp.launch(work, 3, (what,)):
             assert name == "MismatchError" and "ranks disagree" in message
 
