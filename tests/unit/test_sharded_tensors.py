@@ -458,11 +458,11 @@ def everything_on_four(world):
     return norms(world)
 
 
-def everything_on_three(world):
+def everything_on_three(world, folder):
     for mode in MODES:
         uneven(world, mode)
     meta(world)
-    return every_optimizer(world)
+    return every_optimizer(world), resumed(world, folder, False)
 
 
 # Tests
@@ -531,8 +531,12 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert before.any() and np.array_equal(states[1][kind], before)
 
 
-def test_three_ranks() -> None:
-    assert all(updated == alone() for updated in dcp.launch(everything_on_three, 3))
+def test_three_ranks(tmp_path: Path) -> None:
+    """case F-03: what three ranks saved goes on on two and on five, with every optimizer."""
+    results = dcp.launch(everything_on_three, 3, (str(tmp_path),))
+    assert all(updated == alone() for updated, _ in results)
+    for ranks in (2, 5):
+        assert all(s == results[0][1] for s in dcp.launch(resumed, ranks, (str(tmp_path), True)))
 
 
 def test_four_ranks() -> None:
