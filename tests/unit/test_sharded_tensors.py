@@ -764,6 +764,22 @@ def test_ranks_that_would_update_differently_are_told() -> None:
             assert m.full_tensor(name, kind=kind).tobytes() == first[0][kind]
 
 
+def too_little_memory(world, windows):
+    if world.rank == 1:
+        _dcp.set_memory_cap(_dcp.memory()["held"] + 100_000)
+    with pytest.raises(dcp.Error) as error:
+        dcp.fully_shard({"a": (512, 512)}, world, windows=windows)
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_rank_without_memory_ends_all(windows) -> None:
+    """Promise 4: the others get its message, and do not wait for it."""
+    (other, message), (own, reason) = dcp.launch(too_little_memory, 2, (windows,))
+    assert (other, own) == ("AbortedError", "OutOfMemoryError")
+    assert "rank 1" in message and reason in message
+
+
 def test_not_finite_gradients() -> None:
     with dcp.init("self") as world, dcp.fully_shard(dense({"w": (4, 4)}), world) as model:
         model.gradients("w")[1, 1] = np.inf
