@@ -137,14 +137,23 @@ optimizer_init(PyObject *object, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* The buffers may be closed again. */
+static void
+drop_buffers(optimizer_object_t *self)
+{
+    ((buffer_object_t *)self->weights)->views--;
+    ((buffer_object_t *)self->gradients)->views--;
+}
+
 static void
 let_go(optimizer_object_t *self)
 {
     if (self->optimizer != NULL) {
-        dcp_optimizer_destroy(self->optimizer);
+        dcp_optimizer_t *optimizer = self->optimizer;
         self->optimizer = NULL;
-        ((buffer_object_t *)self->weights)->views--;
-        ((buffer_object_t *)self->gradients)->views--;
+        /* may wait for the thread that carries, which may ask for signals */
+        Py_BEGIN_ALLOW_THREADS dcp_optimizer_destroy(optimizer);
+        Py_END_ALLOW_THREADS drop_buffers(self);
     }
     Py_CLEAR(self->gradients);
     Py_CLEAR(self->weights);

@@ -317,9 +317,11 @@ static void
 let_go(sharded_object_t *self)
 {
     if (self->sharded != NULL) {
-        dcp_sharded_destroy(self->sharded);
+        dcp_sharded_t *sharded = self->sharded;
         self->sharded = NULL;
-        bind_pool_drop();
+        /* may wait for a thread that gathers or carries, which may ask for signals */
+        Py_BEGIN_ALLOW_THREADS dcp_sharded_destroy(sharded);
+        Py_END_ALLOW_THREADS bind_pool_drop();
     }
     Py_CLEAR(self->world);
 }
