@@ -550,7 +550,7 @@ def tensor_sets(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     for i in range(draw(st.integers(1, 6))):
         layer = draw(st.sampled_from(["embed", "l.0.x", "l.1.x", "out"]))
         shapes[f"{layer}{i}.w"] = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    blocks = {name: draw(st.sampled_from([1, 2, 5, "all"])) for name in shapes}
+    blocks = {name: draw(st.sampled_from([1, 2, 5, "whole"])) for name in shapes}
     return shapes, blocks
 
 
@@ -725,6 +725,7 @@ BAD = [
     ({"a": (2**62,)}, {}, "64 bits"),
     ({"a": (4, 2)}, {"block_rows": 0}, "block_rows = 0"),
     ({"a": (4, 2)}, {"block_rows": {"b": 2}}, "names no tensor"),
+    ({"a": (4, 2)}, {"block_rows": {"a": "all"}}, 'or "whole"'),
     ({"a": (4,)}, {"frozen": ["b*"]}, "frozen: 'b.'"),
     ({"a": (4,)}, {"frozen": "a"}, "must be a list"),
     ({"a": (4,)}, {"groups": "x"}, "groups"),
