@@ -541,6 +541,9 @@ def test_files_in_the_command(tmp_path: Path) -> None:
     path.write_text(json.dumps(tied | {"tied": {"b": "a"}}))
     code, out, err = run("--model", path, "--ranks", 2)
     assert code == 2 and out == "" and "'b' is float32 of shape (8, 5)" in err
+    path.write_text(json.dumps([{"name": "a", "shape": [8, size]} for size in (4, 5)]))
+    code, out, err = run("--model", path, "--ranks", 2)
+    assert code == 2 and out == "" and "tied.json: tensor 'a' is given twice" in err
 
 
 @pytest.mark.parametrize(
