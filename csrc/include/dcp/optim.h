@@ -61,8 +61,8 @@ enum {
 };
 
 typedef struct dcp_optimizer_tensor {
-    /* 0..DCP_OPTIMIZER_DIMS; matrices are the last two dimensions, as many as the others
-     * count */
+    /* 0..DCP_OPTIMIZER_DIMS; matrices are the last two dimensions, as many as the
+     * others count */
     int32_t dim_count;
     int64_t shape[DCP_OPTIMIZER_DIMS];
     dcp_optimizer_rule_t rule;
