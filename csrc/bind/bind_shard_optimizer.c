@@ -210,6 +210,10 @@ optimizer_step(PyObject *object, PyObject *args)
     step.update_count = update_count;
     dcp_status_t status;
     BIND_NOGIL(status, dcp_optimizer_step(self->optimizer, &step));
+    if (status != DCP_OK && status != DCP_ERR_ARG) {
+        /* the others may be waiting; arguments are wrong on all alike */
+        dcp_comm_abort(bind_world_comm(self->world), dcp_last_error());
+    }
     return status == DCP_OK ? Py_NewRef(Py_None) : bind_raise(status);
 }
 

@@ -64,9 +64,15 @@ int64_t
 train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
 {
     const double reals[] = {args->lr, args->clip};
+    const int64_t integers[] = {
+        args->update_count,
+        args->trainable_count > 0,
+        args->skip_nonfinite != 0,
+    };
     uint64_t rules =
         sharded->optimizer != NULL ? dcp_optimizer_rules_hash(sharded->optimizer) : 0;
     uint64_t hash = hash_bytes(hash_start, reals, sizeof reals);
+    hash = hash_bytes(hash, integers, sizeof integers);
     return (int64_t)hash_bytes(hash, &rules, sizeof rules);
 }
 

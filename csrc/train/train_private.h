@@ -12,7 +12,7 @@ typedef struct step_record {
     int64_t step;
     int64_t plan_hash;
     int64_t batch_count;
-    int64_t settings_hash; /* of the optimizer's rules, lr and clip */
+    int64_t settings_hash; /* train_settings_hash */
     int64_t busy_ns;
     double loss;
 } step_record_t;

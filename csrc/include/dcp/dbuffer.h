@@ -5,11 +5,10 @@
  *   group 0: m x S_0        group 1: m x S_1     ...          (elements, fp32)
  *   |r0 |r1 |r2 |...        |r0 |r1 |r2 |...
  *
- * SHARED: one copy for all ranks of the machine (rank 0 brings it): weights and
- * optimizer state. Each rank writes its shard only; a barrier publishes it. So a gather
- * moves nothing. PRIVATE: each rank has a full copy that peers may read: gradients.
- * dcp_dbuffer_reduce sums, in rank order, this rank's shard over all copies into its
- * own copy.
+ * SHARED: one copy for all ranks of the machine (rank 0 brings it): weights. Each rank
+ * writes its shard only; a barrier publishes it. So a gather moves nothing. PRIVATE:
+ * each rank has a full copy that peers may read: gradients. dcp_dbuffer_reduce sums, in
+ * rank order, this rank's shard over all copies into its own copy.
  *
  * Where nothing may be read one-sidedly: SHARD holds this rank's slices alone, one
  * after the other; dcp_dbuffer_gather puts a whole group together. LOCAL is a full copy
@@ -20,7 +19,7 @@
  * never change, so views outlive that; they read as zeros while there is no memory.
  *
  * Buffers of several element types share one layout: fp32 weights, their copies in bf16
- * for computing, 8-bit state.
+ * for computing.
  */
 #ifndef DCP_DBUFFER_H
 #define DCP_DBUFFER_H
@@ -144,9 +143,9 @@ dcp_status_t dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group,
 
 /* Puts group `group` of `whole` together where it lies, in its own type: fp32 is
  * rounded to bf16 on the way. Nothing is copied in between.
- * whole   DEMAND (gets memory) or LOCAL; SHARED, of another type than `from`: every
- * rank writes its slice of the one copy. from    fp32 of the same layout: this rank's
- * slices; NULL: whole's own are in place. Collective. */
+ * whole: DEMAND (gets memory) or LOCAL; SHARED, of another type than `from`: every rank
+ * writes its slice of the one copy. from: fp32 of the same layout, this rank's slices;
+ * NULL: whole's own are in place. Collective. */
 dcp_status_t dcp_dbuffer_gather_whole(dcp_dbuffer_t *whole, dcp_pool_t *pool,
                                       int32_t group, const dcp_dbuffer_t *from);
 

@@ -3,12 +3,19 @@
  *
  * One step, on every rank (the numbers are those of step.c):
  *
- *   1 agree     step number and plan hash are the same everywhere, or ERR_MISMATCH on
- * all 2 compute   this rank's micro-batches, alone or in a group of ranks that share
- * one 3 exchange  losses and times; nobody computes any more 4 reduce    each rank sums
- * its shard over all ranks, in rank order 5 norm      the true global norm, the same
- * bits in every world 6 update    the optimizer on the shard, written to the weights
- * that all ranks read 7 publish   a barrier
+ *   1 agree     step number, plan and settings are the same everywhere, or ERR_MISMATCH
+ *
+ *   2 compute   this rank's micro-batches, alone or in a group of ranks that share one
+ *
+ *   3 exchange  losses and times; nobody computes any more
+ *
+ *   4 reduce    each rank sums its shard over all ranks, in rank order
+ *
+ *   5 norm      the true global norm, the same bits in every world
+ *
+ *   6 update    the optimizer on the shard, written where all ranks read weights
+ *
+ *   7 publish   a barrier
  */
 #ifndef DCP_TRAIN_H
 #define DCP_TRAIN_H
