@@ -370,9 +370,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
         return dataclasses.replace(
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
-            **host_fixed_fields(
-                config, reduce, plan.windows, settings.optimizer, plan.prefetch
-            ),
+            **host_fixed_fields(config, reduce, plan.windows, settings.optimizer, plan.prefetch),
         )
 
     reduce = plan.reduce

@@ -1,6 +1,7 @@
 /* Sharded steps in every mode: ranks are threads over the shm transport. Weights after
- * some steps are the same bits with and without windows, and whatever a rank's
- * neighbours do; memory that runs out is an error that leaves nothing behind. */
+ * some steps are the same bits with and without windows, gathered ahead or not, and
+ * whatever a rank's neighbours do; memory that runs out is an error that leaves nothing
+ * behind. */
 #include "check.h"
 
 #include "dcp/train.h"
@@ -10,9 +11,10 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { RANK_SLOTS = 4, MODES = 4, ROUNDS = 3, TOKENS = 5, STEPS = 2 };
+enum { RANK_SLOTS = 4, MODES = 6, ROUNDS = 3, TOKENS = 5, STEPS = 2 };
 
-static const dcp_transformer1d_config_t config = {
+/* changed between worlds only */
+static dcp_transformer1d_config_t config = {
     .vocab_size = 11,
     .hidden_size = 8,
     .intermediate_size = 12,
@@ -38,6 +40,8 @@ typedef struct task {
     int64_t gathered_bytes, reduced_bytes; /* of the last step */
 } task_t;
 
+static int32_t failing_rank = -1; /* its second micro-batch has an impossible token */
+
 /* Micro-batch `round` of a rank; none has tokens where (rank + round) % 3 == 2. */
 static void
 fill_batch(int32_t rank, int64_t round, int32_t *tokens, int64_t *offsets,
@@ -46,6 +50,9 @@ fill_batch(int32_t rank, int64_t round, int32_t *tokens, int64_t *offsets,
     int64_t count = (rank + round) % 3 == 2 ? 0 : TOKENS;
     for (int64_t t = 0; t <= TOKENS; t++) {
         tokens[t] = (int32_t)((3 * t + 5 * rank + 7 * round) % config.vocab_size);
+    }
+    if (rank == failing_rank && round == 2) {
+        tokens[1] = (int32_t)config.vocab_size;
     }
     offsets[0] = 0;
     offsets[1] = count;
@@ -133,8 +140,9 @@ run_rank(task_t *task)
         .block_rows = 1,
         .seed = 5,
         .initialise = 1,
-        .no_windows = task->mode / 2,
+        .no_windows = task->mode / 2 > 0,
         .reduce_layer = task->mode % 2,
+        .prefetch = task->mode / 2 > 1,
     };
     dcp_comm_t *comm = NULL;
     dcp_pool_t *pool = NULL;
@@ -213,6 +221,8 @@ test_modes(void)
                 int64_t once = tasks[0][rank].reduced_bytes;
                 CHECK(task->reduced_bytes == (mode % 2 ? ROUNDS : 1) * once);
                 CHECK((task->gathered_bytes > 0) == (mode / 2 && size > 1));
+                int64_t in_one_place = tasks[2][rank].gathered_bytes;
+                CHECK(mode / 2 < 2 || size == 1 || task->gathered_bytes < in_one_place);
             }
         }
         for (int32_t i = 0; i < MODES * size; i++) {
@@ -238,6 +248,24 @@ test_uneven_counts(void)
     }
 }
 
+/* A rank that fails in the middle of a pass, while others have begun a gather that it
+ * never joins, ends all. */
+static void
+test_failure_ahead(void)
+{
+    const int64_t counts[] = {ROUNDS, ROUNDS, ROUNDS};
+    for (int32_t mode = 4; mode < MODES; mode++) {
+        task_t tasks[RANK_SLOTS];
+        failing_rank = 1;
+        run_world(3, mode, counts, tasks);
+        failing_rank = -1;
+        for (int32_t rank = 0; rank < 3; rank++) {
+            CHECK(tasks[rank].status != DCP_OK);
+            CHECK(strstr(tasks[rank].message, rank == 1 ? "token" : "rank 1") != NULL);
+        }
+    }
+}
+
 static int32_t scenario_mode;
 
 static dcp_status_t
@@ -252,7 +280,15 @@ scenario(void)
 int
 main(void)
 {
+    for (config.tie_word_embeddings = 0; config.tie_word_embeddings < 2;
+         config.tie_word_embeddings++) {
+        test_modes();
+    }
+    config.tie_word_embeddings = 1;
+    config.compute_dtype = DCP_BF16;
     test_modes();
+    config.compute_dtype = DCP_F32;
+    test_failure_ahead();
     test_uneven_counts();
     for (scenario_mode = 0; scenario_mode < MODES; scenario_mode++) {
         check_every_alloc(scenario);
