@@ -450,7 +450,8 @@ class ShardedTensors:
         """The whole gradient of a tensor on this rank, to add to: a writable view.
 
         Nothing is summed over ranks before `reduce`. Ranks may add to different tensors, any number
-        of times.
+        of times. The view stays good; what is written between `reduce` and `zero_gradients` (or the
+        `step` that does it) is lost or spoils the sum.
 
         Raises
         ------

@@ -86,8 +86,9 @@ struct dcp_comm *bind_world_comm(PyObject *world);
  * fails. */
 struct dcp_window;
 PyObject *bind_window_new(struct dcp_window *window, int32_t size);
-/* The window of such an object, borrowed; NULL with an exception where it is none. */
-const struct dcp_window *bind_window_of(PyObject *window);
+/* The window of such an object, made by `size` ranks, borrowed; NULL with an exception
+ * where it is none. */
+const struct dcp_window *bind_window_of(PyObject *window, int32_t size);
 
 /* Reads a mapping of dcp_transformer1d_config_t's fields (Hugging Face names; every key
  * needed, no other allowed) and checks it. 0, or -1 with an exception. */

@@ -331,7 +331,8 @@ placement_redistribute(PyObject *module, PyObject *arguments)
     int type = find_dtype(local_object);
     if (type < 0 || (args.comm = bind_world_comm(world)) == NULL
         || (group != Py_None && (args.group = bind_world_comm(group)) == NULL)
-        || (window != Py_None && (args.window = bind_window_of(window)) == NULL)
+        || (window != Py_None
+            && (args.window = bind_window_of(window, dcp_comm_size(args.comm))) == NULL)
         || parse_tensor(shape, mesh, &tensor) < 0
         || parse_placements(source, &tensor, &tensor.source) < 0
         || parse_placements(target, &tensor, &tensor.target) < 0

@@ -28,12 +28,18 @@ bind_window_new(struct dcp_window *window, int32_t size)
 }
 
 const struct dcp_window *
-bind_window_of(PyObject *window)
+bind_window_of(PyObject *window, int32_t size)
 {
     if (window_type == NULL || !PyObject_TypeCheck(window, window_type)) {
         bind_raise(DCP_FAIL(DCP_ERR_TYPE,
                             "window must be a dcp._dcp.Window, got %.100s",
                             Py_TYPE(window)->tp_name));
+        return NULL;
+    }
+    if (((window_t *)window)->size != size) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                            "window was made by %d ranks, the world has %d",
+                            (int)((window_t *)window)->size, (int)size));
         return NULL;
     }
     return ((window_t *)window)->window;

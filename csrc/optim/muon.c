@@ -187,9 +187,9 @@ fill(muon_t *muon)
 {
     const optim_context_t *context = muon->context;
     const dcp_optimizer_options_t *options = &context->options;
-    DCP_TRY(optim_owners_init(&muon->owners, options->layout,
-                              dcp_comm_size(options->comm), options->tensors,
-                              context->members, context->member_count, cut));
+    DCP_TRY(optim_owners_init(
+        &muon->owners, options->layout, dcp_comm_size(options->comm), options->tensors,
+        context->members, context->member_count, cut, options->no_windows));
     DCP_TRY(create_momentum(muon));
     int64_t floats = scratch_of(&muon->owners, dcp_comm_rank(options->comm));
     void *memory;
@@ -262,7 +262,7 @@ bytes(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
     int32_t rank_count = dcp_dbuffer_layout_rank_count(layout);
     int64_t scratch = 0, most_runs = 0;
     if (optim_owners_init(&owners, layout, rank_count, tensors, members, member_count,
-                          cut)
+                          cut, no_windows)
         != DCP_OK) {
         optim_owners_fini(&owners);
         return INT64_MAX; /* not even the plan fits */

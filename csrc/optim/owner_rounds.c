@@ -281,8 +281,8 @@ optim_rounds_run(optim_rounds_t *rounds, const optim_work_t *work)
     return DCP_OK;
 }
 
-/* Walks all units in dealt order, which is the order of rounds; calls add for each
- * thing of a list, then closes rounds behind it. With items NULL it only counts. */
+/* Walks all units in the order of rounds; calls add for each thing of a list, then
+ * closes rounds behind it. With items NULL it only counts. */
 typedef int64_t (*visit_t)(optim_rounds_t *rounds, int64_t unit, int64_t *items,
                            int64_t count);
 

@@ -6,10 +6,10 @@
  * then the lowest.
  *
  * Rounds bound memory. With C = the largest unit, or ROUND_ELEMENTS where that is more,
- * no rank owns more than C elements of a round's units, nor holds more than C elements
- * of those that it does not own. Units enter rounds in the order in which they were
- * dealt; what does not fit begins the next round. So owners are about as balanced
- * within a round as over all.
+ * no rank owns more than C elements of a round's units, nor, without windows, holds
+ * more than C elements of those that it does not own. A round takes from each owner in
+ * turn what fits of the next units it was dealt, looking past those whose holder has no
+ * room: neighbours are often held by one rank, and a round should use all.
  *
  * Cost: sorting, and one walk over pieces, at most units + runs many; each rank keeps
  * the tables of all, about 100 bytes a unit.
@@ -24,6 +24,7 @@
 enum {
     ROUND_ELEMENTS = 1 << 20, /* 4 MiB: some rounds, not hundreds, for small matrices */
     PLACE_ELEMENTS = 16,      /* units start on a cache line */
+    LOOK_AHEAD = 64,          /* units of an owner that a round looks at */
 };
 
 typedef struct dealt {
@@ -159,7 +160,7 @@ set_owners(optim_owners_t *owners, double *loads, int64_t *held)
     memset(held, 0, (size_t)owners->rank_count * sizeof *held);
     double total = 0, most = 0;
     for (int64_t i = 0; i < owners->unit_count; i++) {
-        int64_t u = owners->order[i];
+        int64_t u = owners->dealt[i];
         const optim_piece_t *pieces = owners->pieces + owners->piece_firsts[u];
         int64_t count = owners->piece_firsts[u + 1] - owners->piece_firsts[u];
         for (int64_t p = 0; p < count; p++) {
@@ -186,20 +187,26 @@ padded(int64_t count)
     return (count + PLACE_ELEMENTS - 1) / PLACE_ELEMENTS * PLACE_ELEMENTS;
 }
 
-/* Is there room for unit u in a round of which ranks have `slab` and `stage` elements?
- */
+/* A round in the making. */
+typedef struct packing {
+    int64_t room;          /* elements of a slab */
+    int64_t held_room;     /* elements of a stage */
+    int64_t *slab, *stage; /* [rank_count] taken */
+    int64_t *heads;        /* [rank_count] an owner's next unit, -1: none */
+    int64_t *nexts;        /* [unit_count] */
+} packing_t;
+
 static bool
-fits(const optim_owners_t *owners, int64_t u, int64_t room, const int64_t *slab,
-     const int64_t *stage)
+fits(const optim_owners_t *owners, const packing_t *x, int64_t u)
 {
     const optim_unit_t *unit = &owners->units[u];
-    if (slab[unit->owner] + padded(unit->count) > room) {
+    if (x->slab[unit->owner] + padded(unit->count) > x->room) {
         return false;
     }
     for (int64_t p = owners->piece_firsts[u]; p < owners->piece_firsts[u + 1]; p++) {
         const optim_piece_t *piece = &owners->pieces[p];
         if (piece->rank != unit->owner
-            && stage[piece->rank] + padded(piece->count) > room) {
+            && x->stage[piece->rank] + padded(piece->count) > x->held_room) {
             return false;
         }
     }
@@ -207,46 +214,74 @@ fits(const optim_owners_t *owners, int64_t u, int64_t room, const int64_t *slab,
 }
 
 static void
-set_rounds(optim_owners_t *owners, int64_t *slab, int64_t *stage)
+take(optim_owners_t *owners, packing_t *x, int64_t u)
 {
-    size_t bytes = (size_t)owners->rank_count * sizeof *slab;
-    int64_t room = ROUND_ELEMENTS;
+    optim_unit_t *unit = &owners->units[u];
+    unit->round = owners->round_count;
+    unit->place = x->slab[unit->owner];
+    x->slab[unit->owner] += padded(unit->count);
+    if (x->slab[unit->owner] > owners->slabs[unit->owner]) {
+        owners->slabs[unit->owner] = x->slab[unit->owner];
+    }
+    for (int64_t p = owners->piece_firsts[u]; p < owners->piece_firsts[u + 1]; p++) {
+        optim_piece_t *piece = &owners->pieces[p];
+        int32_t rank = piece->rank;
+        piece->place = -1;
+        if (rank != unit->owner) {
+            piece->place = x->stage[rank];
+            x->stage[rank] += padded(piece->count);
+            if (x->stage[rank] > owners->stages[rank]) {
+                owners->stages[rank] = x->stage[rank];
+            }
+        }
+    }
+}
+
+/* Fills one round; an empty one has room for any unit, so none stays empty. */
+static void
+fill_round(optim_owners_t *owners, packing_t *x, int64_t *taken_count)
+{
+    size_t bytes = (size_t)owners->rank_count * sizeof(int64_t);
+    memset(x->slab, 0, bytes);
+    memset(x->stage, 0, bytes);
+    for (int32_t i = 0; i < owners->rank_count; i++) {
+        int64_t *link = &x->heads[(i + owners->round_count) % owners->rank_count];
+        for (int32_t looked = 0; *link >= 0 && looked < LOOK_AHEAD; looked++) {
+            int64_t u = *link;
+            if (fits(owners, x, u)) {
+                take(owners, x, u);
+                *link = x->nexts[u];
+                owners->order[(*taken_count)++] = u;
+            } else {
+                link = &x->nexts[u];
+            }
+        }
+    }
+    owners->round_count++;
+}
+
+static void
+set_rounds(optim_owners_t *owners, packing_t *x, int32_t no_windows)
+{
+    size_t bytes = (size_t)owners->rank_count * sizeof(int64_t);
+    x->room = ROUND_ELEMENTS;
     for (int64_t u = 0; u < owners->unit_count; u++) {
         int64_t count = padded(owners->units[u].count);
-        room = count > room ? count : room;
+        x->room = count > x->room ? count : x->room;
+    }
+    x->held_room = no_windows ? x->room : INT64_MAX;
+    for (int32_t rank = 0; rank < owners->rank_count; rank++) {
+        x->heads[rank] = -1;
+    }
+    for (int64_t i = owners->unit_count - 1; i >= 0; i--) {
+        int64_t u = owners->dealt[i];
+        x->nexts[u] = x->heads[owners->units[u].owner];
+        x->heads[owners->units[u].owner] = u;
     }
     memset(owners->slabs, 0, bytes);
     memset(owners->stages, 0, bytes);
-    memset(slab, 0, bytes);
-    memset(stage, 0, bytes);
-    owners->round_count = owners->unit_count > 0;
-    for (int64_t i = 0; i < owners->unit_count; i++) {
-        int64_t u = owners->order[i];
-        optim_unit_t *unit = &owners->units[u];
-        if (!fits(owners, u, room, slab, stage)) {
-            memset(slab, 0, bytes);
-            memset(stage, 0, bytes);
-            owners->round_count++;
-        }
-        unit->round = owners->round_count - 1;
-        unit->place = slab[unit->owner];
-        slab[unit->owner] += padded(unit->count);
-        if (slab[unit->owner] > owners->slabs[unit->owner]) {
-            owners->slabs[unit->owner] = slab[unit->owner];
-        }
-        for (int64_t p = owners->piece_firsts[u]; p < owners->piece_firsts[u + 1];
-             p++) {
-            optim_piece_t *piece = &owners->pieces[p];
-            int32_t rank = piece->rank;
-            piece->place = -1;
-            if (rank != unit->owner) {
-                piece->place = stage[rank];
-                stage[rank] += padded(piece->count);
-                if (stage[rank] > owners->stages[rank]) {
-                    owners->stages[rank] = stage[rank];
-                }
-            }
-        }
+    for (int64_t taken_count = 0; taken_count < owners->unit_count;) {
+        fill_round(owners, x, &taken_count);
     }
 }
 
@@ -262,24 +297,34 @@ sort_units(optim_owners_t *owners)
     }
     qsort(dealt, (size_t)owners->unit_count, sizeof *dealt, compare_dealt);
     for (int64_t i = 0; i < owners->unit_count; i++) {
-        owners->order[i] = dealt[i].unit;
+        owners->dealt[i] = dealt[i].unit;
     }
     dcp_free(dealt);
     return DCP_OK;
 }
 
-/* Deals and packs, with two rows of working memory. */
+/* Deals and packs. */
 static dcp_status_t
-deal(optim_owners_t *owners)
+deal(optim_owners_t *owners, int32_t no_windows)
 {
-    void *memory;
-    DCP_TRY(dcp_alloc_array(2 * (int64_t)owners->rank_count, (int64_t)sizeof(int64_t),
-                            "loads of ranks", &memory));
-    _Static_assert(sizeof(double) == sizeof(int64_t), "rows are shared");
-    set_owners(owners, memory, (int64_t *)memory + owners->rank_count);
-    set_rounds(owners, memory, (int64_t *)memory + owners->rank_count);
+    int64_t ranks = owners->rank_count;
+    void *memory, *loads;
+    DCP_TRY(dcp_alloc_array(3 * ranks + owners->unit_count, (int64_t)sizeof(int64_t),
+                            "rounds of ranks", &memory));
+    dcp_status_t status =
+        dcp_alloc_array(ranks, (int64_t)sizeof(double), "loads of ranks", &loads);
+    if (status == DCP_OK) {
+        int64_t *rows = memory;
+        packing_t packing = {.slab = rows,
+                             .stage = rows + ranks,
+                             .heads = rows + 2 * ranks,
+                             .nexts = rows + 3 * ranks};
+        set_owners(owners, loads, rows);
+        set_rounds(owners, &packing, no_windows);
+        dcp_free(loads);
+    }
     dcp_free(memory);
-    return DCP_OK;
+    return status;
 }
 
 static dcp_status_t
@@ -292,6 +337,9 @@ alloc_tables(optim_owners_t *owners)
     DCP_TRY(dcp_alloc_array(owners->unit_count, (int64_t)sizeof(int64_t),
                             "order of matrices", &memory));
     owners->order = memory;
+    DCP_TRY(dcp_alloc_array(owners->unit_count, (int64_t)sizeof(int64_t),
+                            "order of matrices", &memory));
+    owners->dealt = memory;
     DCP_TRY(dcp_alloc_zeroed((owners->unit_count + 1) * (int64_t)sizeof(int64_t),
                              "pieces of matrices", &memory));
     owners->piece_firsts = memory;
@@ -307,7 +355,8 @@ alloc_tables(optim_owners_t *owners)
 dcp_status_t
 optim_owners_init(optim_owners_t *owners, const dcp_dbuffer_layout_t *layout,
                   int32_t rank_count, const dcp_optimizer_tensor_t *tensors,
-                  const int64_t *members, int64_t member_count, optim_cut_t cut)
+                  const int64_t *members, int64_t member_count, optim_cut_t cut,
+                  int32_t no_windows)
 {
     *owners = (optim_owners_t){.rank_count = rank_count};
     owners->unit_count = list_units(tensors, members, member_count, cut, NULL);
@@ -315,7 +364,7 @@ optim_owners_init(optim_owners_t *owners, const dcp_dbuffer_layout_t *layout,
     list_units(tensors, members, member_count, cut, owners->units);
     DCP_TRY(sort_units(owners));
     DCP_TRY(list_pieces(owners, layout));
-    return deal(owners);
+    return deal(owners, no_windows);
 }
 
 void
@@ -323,6 +372,7 @@ optim_owners_fini(optim_owners_t *owners)
 {
     dcp_free(owners->units);
     dcp_free(owners->order);
+    dcp_free(owners->dealt);
     dcp_free(owners->pieces);
     dcp_free(owners->piece_firsts);
     dcp_free(owners->slabs);
@@ -333,7 +383,7 @@ optim_owners_fini(optim_owners_t *owners)
 int64_t
 optim_owners_bytes(const optim_owners_t *owners)
 {
-    return owners->unit_count * (int64_t)(sizeof(optim_unit_t) + 2 * sizeof(int64_t))
+    return owners->unit_count * (int64_t)(sizeof(optim_unit_t) + 3 * sizeof(int64_t))
            + owners->piece_count * (int64_t)sizeof(optim_piece_t)
            + (2 * (int64_t)owners->rank_count + 1) * (int64_t)sizeof(int64_t);
 }

@@ -29,7 +29,8 @@ typedef struct optim_piece {
 
 typedef struct optim_owners {
     optim_unit_t *units; /* [unit_count] by tensor and element */
-    int64_t *order;      /* [unit_count] numbers of units as dealt: dearest first */
+    int64_t *dealt; /* [unit_count] numbers of units, dearest first: of any world */
+    int64_t *order; /* [unit_count] the same by round */
     int64_t unit_count;
     optim_piece_t *pieces; /* [piece_count] by unit and element */
     int64_t *piece_firsts; /* [unit_count + 1] of a unit in pieces */
@@ -37,7 +38,8 @@ typedef struct optim_owners {
     int32_t round_count;
     int32_t rank_count;
     int64_t *slabs;   /* [rank_count] most elements of own units in a round */
-    int64_t *stages;  /* [rank_count] most elements held of others' units in a round */
+    int64_t *stages;  /* [rank_count] most elements held of others' units in a round;
+                         without windows that is bounded too */
     double imbalance; /* cost of the busiest rank / mean - 1; 0 without units */
 } optim_owners_t;
 
@@ -52,7 +54,7 @@ dcp_status_t optim_owners_init(optim_owners_t *owners,
                                const dcp_dbuffer_layout_t *layout, int32_t rank_count,
                                const dcp_optimizer_tensor_t *tensors,
                                const int64_t *members, int64_t member_count,
-                               optim_cut_t cut);
+                               optim_cut_t cut, int32_t no_windows);
 void optim_owners_fini(optim_owners_t *owners);
 /* Bytes of these tables. */
 int64_t optim_owners_bytes(const optim_owners_t *owners);

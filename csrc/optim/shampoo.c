@@ -341,7 +341,7 @@ set_turns(shampoo_t *shampoo)
         total += owners->units[u].cost;
     }
     for (int64_t i = 0; i < owners->unit_count; i++) {
-        int64_t u = owners->order[i];
+        int64_t u = owners->dealt[i];
         shampoo->turns[u] = sum / total;
         sum += owners->units[u].cost;
     }
@@ -415,7 +415,8 @@ fill(shampoo_t *shampoo)
     const dcp_optimizer_options_t *options = &context->options;
     DCP_TRY(optim_owners_init(&shampoo->owners, options->layout,
                               dcp_comm_size(options->comm), options->tensors,
-                              context->members, context->member_count, cut));
+                              context->members, context->member_count, cut,
+                              options->no_windows));
     DCP_TRY(create_states(shampoo));
     DCP_TRY(create_workers(shampoo));
     return optim_rounds_create(context, &shampoo->owners, &shampoo->rounds);
@@ -519,7 +520,7 @@ bytes(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
     int32_t rank_count = dcp_dbuffer_layout_rank_count(layout);
     int64_t most = 0;
     if (optim_owners_init(&owners, layout, rank_count, tensors, members, member_count,
-                          cut)
+                          cut, no_windows)
         != DCP_OK) {
         optim_owners_fini(&owners);
         return INT64_MAX; /* not even the plan fits */

@@ -191,9 +191,15 @@ dcp_redistribute(const dcp_redistribute_args_t *args, dcp_moved_t *moved_p)
                         &x.source);
     dcp_placement_local(args->shape, args->dim_count, &args->mesh, args->target, rank,
                         &x.target);
-    redistribute_call_t call = {"redistribute", args->shape,         args->dim_count,
-                                &args->mesh,    args->source,        args->target,
-                                args->dtype,    args->window != NULL};
+    redistribute_call_t call = {.what = "redistribute",
+                                .shape = args->shape,
+                                .dim_count = args->dim_count,
+                                .mesh = &args->mesh,
+                                .source = args->source,
+                                .target = args->target,
+                                .dtype = args->dtype,
+                                .window = args->window,
+                                .rank_count = dcp_comm_size(args->comm)};
     status = redistribute_agree(args->comm, &call, redistribute_prepare(&x));
     if (status == DCP_OK && args->window != NULL) {
         status = redistribute_meet(&x, &call);

@@ -40,12 +40,17 @@ hash_call(const redistribute_call_t *call)
 {
     uint64_t hash = 0xcbf29ce484222325u;
     int64_t head[4] = {call->dim_count, call->mesh->axis_count, (int64_t)call->dtype,
-                       call->in_window};
+                       call->window != NULL};
     hash = mix(hash, call->what, (int64_t)strlen(call->what));
     hash = mix(hash, head, (int64_t)sizeof head);
     hash = mix(hash, call->shape, call->dim_count * (int64_t)sizeof(int64_t));
     hash =
         mix(hash, call->mesh->sizes, call->mesh->axis_count * (int64_t)sizeof(int32_t));
+    for (int32_t r = 0; call->window != NULL && r < call->rank_count; r++) {
+        /* where sizes agree, no rank can read past the end of another's part */
+        int64_t bytes = dcp_window_bytes(call->window, r);
+        hash = mix(hash, &bytes, (int64_t)sizeof bytes);
+    }
     hash = mix_placements(hash, call->mesh, call->source);
     hash = mix_placements(hash, call->mesh, call->target);
     return (int64_t)(hash >> 1); /* not negative */
@@ -62,7 +67,7 @@ describe(const redistribute_call_t *call, char text[TEXT_BYTES])
     dcp_placement_text(call->shape, call->dim_count, call->mesh, call->target, to,
                        sizeof to);
     snprintf(text, TEXT_BYTES, "%s of %s%s%s%s to %s", call->what,
-             dcp_dtype_name(call->dtype), call->in_window ? " in a window" : "",
+             dcp_dtype_name(call->dtype), call->window != NULL ? " in a window" : "",
              call->source != NULL ? " " : "", from, to);
 }
 

@@ -16,7 +16,8 @@ typedef struct redistribute_call {
     const dcp_placement_t *source; /* NULL: none */
     const dcp_placement_t *target;
     dcp_dtype_t dtype;
-    bool in_window;
+    const dcp_window_t *window; /* NULL: none */
+    int32_t rank_count;
 } redistribute_call_t;
 
 /* What happens in which order on this rank. */

@@ -226,8 +226,12 @@ dcp_placement_reduce(const dcp_placement_reduce_args_t *args, dcp_moved_t *moved
     }
     reduction_t x = {.args = args};
     plan_stages(&x);
-    redistribute_call_t call = {"reduce", args->shape,  args->dim_count, &args->mesh,
-                                NULL,     args->target, DCP_F32,         false};
+    redistribute_call_t call = {.what = "reduce",
+                                .shape = args->shape,
+                                .dim_count = args->dim_count,
+                                .mesh = &args->mesh,
+                                .target = args->target,
+                                .dtype = DCP_F32};
     status = redistribute_agree(args->comm, &call, prepare(&x));
     if (status == DCP_OK) {
         status = run(&x);

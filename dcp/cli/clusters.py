@@ -84,12 +84,15 @@ def cluster(
 
 
 def _check_model(cost: Any, model: str) -> None:
-    """A cost model of another model is refused; one that says nothing is taken for any."""
+    """A cost model of another model is refused; one that says nothing is taken for any. What a
+    model computes in is up to the file."""
     from dcp import analytic
+    from dcp.models import COMPUTE_DTYPES
 
     config = analytic.config_named(model)
     shape = config if isinstance(config, analytic.Shape) else analytic.Shape.of(config)
-    if cost.model and cost.model != shape.fingerprint:
+    either = [dataclasses.replace(shape, compute_dtype=d).fingerprint for d in COMPUTE_DTYPES]
+    if cost.model and cost.model not in either:
         raise InputError(f"--cost: {cost.name!r} is the cost model of another model than {model}")
 
 

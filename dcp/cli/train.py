@@ -51,7 +51,7 @@ class Job:
 @click.option("--strategy", metavar="NAME", help="How a step is planned.  [default: dcp]")
 @click.option("--memory", metavar="SIZE", help="Most bytes of one rank, for example 300MB.")
 @click.option(
-    "--optimizer", metavar="NAME", help="adamw or adamw8bit; see dcp.optim.  [default: adamw]"
+    "--optimizer", metavar="NAME", help="adamw, adamw8bit, muon or shampoo.  [default: adamw]"
 )
 @click.option("--device", metavar="NAME", help="[default: cpu]")
 @click.option("--checkpoint", metavar="DIR", help="Folder of checkpoints and metrics.jsonl.")

@@ -258,7 +258,7 @@ test_owners(void)
         CHECK_OK(dcp_dbuffer_layout_create(buffers, tensor_count, size, 1,
                                            DCP_ORDER_MODEL, &layout));
         CHECK_OK(optim_owners_init(&owners, layout, size, tensors, members,
-                                   tensor_count, cut_whole));
+                                   tensor_count, cut_whole, n % 2));
         CHECK(owners.unit_count == tensor_count);
         int64_t held = 0, wrong = 0;
         for (int64_t u = 0; u < owners.unit_count; u++) {
@@ -283,7 +283,8 @@ test_owners(void)
         }
         for (int32_t rank = 0; rank < size; rank++) {
             most = loads[rank] > most ? loads[rank] : most;
-            wrong += owners.slabs[rank] > (1 << 20) && tensor_count > 1;
+            wrong += owners.slabs[rank] > (1 << 20);
+            wrong += owners.stages[rank] > (1 << 20) && n % 2;
         }
         CHECK(wrong == 0);
         CHECK(held == (int64_t)total);

@@ -1,6 +1,7 @@
 """dcp.checkpoint: damaged or foreign, never a wrong number."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp import checkpoint, checkpoint_format
+from dcp import checkpoint, checkpoint_format, checkpoint_reader
 from dcp.checkpoint import Run
 from dcp.checkpoint_writer import ShardWriter
 
@@ -140,3 +141,38 @@ def test_files_of_another_checkpoint(good, tmp_path):
     rewrite(path, lambda d: d["files"][0].update(bytes=size))
     with pytest.raises(dcp.FileError, match=r"is missing|is surplus"):
         checkpoint.verify(path)
+
+
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), number=st.integers(0, 1))
+@settings(max_examples=50)
+def test_any_changed_byte_of_data_is_seen(good, tmp_path_factory, place, flip, number):
+    folder = tmp_path_factory.getbasetemp() / "bytes"
+    folder.mkdir(exist_ok=True)
+    path, _ = damaged(good, folder)
+    file = path / f"rank-0000{number}-of-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    content[start + int(place * (len(content) - start))] ^= flip
+    file.write_bytes(content)
+    for call in (load, checkpoint.verify):
+        with pytest.raises(dcp.FileError, match=f"rank-0000{number}.*is damaged"):
+            call(path)
+
+
+def test_truncated_and_the_index_agrees(good, tmp_path):
+    """A file that is short where the index says so too, and one that shrinks while it is read."""
+    path, file = damaged(good, tmp_path)
+    whole = file.read_bytes()
+    for cut in (1, 100, len(whole) // 2):
+        file.write_bytes(whole[:-cut])
+        size = file.stat().st_size
+        rewrite(path, lambda d, size=size: d["files"][0].update(bytes=size))
+        with pytest.raises(dcp.FileError, match=r"rank-00000.* is not a safetensors file"):
+            checkpoint.verify(path)
+    path, file = damaged(good, tmp_path)
+    index = checkpoint_format.read_index(path)
+    with checkpoint_reader.Reader(index) as reader:
+        reader.verify()
+        os.truncate(file, len(whole) - 1)
+        with pytest.raises(dcp.FileError, match=r"rank-00000.* ends early: it was truncated"):
+            reader.verify()

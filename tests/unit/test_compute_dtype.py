@@ -412,6 +412,20 @@ def test_profile_of_a_bf16_model() -> None:
         cost.check_model(config)
 
 
+def test_plans_with_a_profile_of_either(tmp_path: Path) -> None:
+    """`dcp plan --model` names no dtype: a profile of the same shape will do."""
+    from dcp.cli.clusters import cluster
+
+    rest = {"device": None, "sets": (), "node_ranks": None, "memory": None}
+    for dtype in ("float32", BF16):
+        file = tmp_path / f"{dtype}.json"
+        config = dcp.Transformer1D.preset("tiny", compute_dtype=dtype)
+        dcp.CostModel.for_model(config).save(file)
+        assert cluster(model="tiny", cost_file=str(file), **rest).cost.time([100]) > 0
+        with pytest.raises(Exception, match="another model than small"):
+            cluster(model="small", cost_file=str(file), **rest)
+
+
 def test_cost_model_knows_the_rates() -> None:
     tiny = dcp.Transformer1D.preset("tiny")
     wide, narrow = (dcp.CostModel.for_model(c, threads=1) for c in (tiny, in_bf16(tiny)))

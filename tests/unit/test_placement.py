@@ -553,6 +553,16 @@ def disagree(world: dcp.World) -> list[str]:
         with pytest.raises(dcp.MismatchError) as error:
             call()
         texts.append(str(error.value))
+    small, large = world._window(16), world._window(32 if odd else 16)
+    window = large if odd else small  # not the same window: a peer might read past its end
+    local = window.part(world.rank).view(np.float32)[:4]
+    with pytest.raises(dcp.MismatchError):
+        redistribute(local, (4,), mesh, [Replicate()], [Replicate()], window=window)
+    pair = world.group([0, 1] if world.rank < 2 else [2])
+    assert pair is not None
+    of_group = pair._window(16)
+    with pytest.raises(dcp.ArgumentError, match="window was made by"):
+        redistribute(x, (4,), mesh, [Replicate()], [Replicate()], window=of_group)
     # nothing is broken
     whole = redistribute(x[:1] + world.rank, (3,), mesh, [Shard(0)], [Replicate()]).array
     assert whole.tolist() == [0, 1, 2]

@@ -61,7 +61,8 @@ enum {
 };
 
 typedef struct dcp_optimizer_tensor {
-    /* 0..DCP_OPTIMIZER_DIMS; matrices are [all but the last, last] */
+    /* 0..DCP_OPTIMIZER_DIMS; matrices are the last two dimensions, as many as the
+     * others count */
     int32_t dim_count;
     int64_t shape[DCP_OPTIMIZER_DIMS];
     dcp_optimizer_rule_t rule;
@@ -124,7 +125,8 @@ void dcp_optimizer_state_runs(const dcp_optimizer_t *optimizer, int32_t state,
                               const dcp_state_run_t **runs_p, int64_t *run_count_p);
 
 /* Most bytes of state and scratch that any rank holds: for estimates before anything is
- * made. */
+ * made. With one thread a rank; each further one adds scratch of SHAMPOO (about 0.6 MB
+ * for blocks of 128). Scratch that kernels keep in the pool is not counted. */
 int64_t dcp_optimizer_bytes(const dcp_dbuffer_layout_t *layout,
                             const dcp_optimizer_tensor_t *tensors, int64_t tensor_count,
                             int32_t no_windows);

@@ -306,15 +306,20 @@ typedef struct adamw8bit_consts {
     vf beta1, beta2, rest1, rest2, unbias1, unbias2, lr, eps, decay, grad_scale;
 } adamw8bit_consts_t;
 
+/* Of a block, before they are rounded. */
 typedef struct fresh {
     float m[BLOCK], v[BLOCK];
-    vf largest_m, largest_v;
 } fresh_t;
+
+/* By lane; apart from the arrays, so that they stay in registers. */
+typedef struct largest {
+    vf m, v;
+} largest_t;
 
 VF_INLINE void
 update(const adamw8bit_consts_t *c, const decoder_t *dm, const decoder_t *dv,
        const dcp_adamw8bit_args_t *args, int64_t at, int64_t j, fresh_t *fresh,
-       int64_t count)
+       largest_t *largest, int64_t count)
 {
     vi m_codes = codes_get(args->m + at, count);
     vf m_sign = (vf)((m_codes & 0x80) << 24);
@@ -328,8 +333,8 @@ update(const adamw8bit_consts_t *c, const decoder_t *dm, const decoder_t *dv,
     vf_put(args->w + at, w0 - c->lr * vf_fma(c->decay, w0, step), count);
     vf_store(fresh->m + j, m1);
     vf_store(fresh->v + j, v1);
-    fresh->largest_m = vf_max(vf_abs(m1), fresh->largest_m);
-    fresh->largest_v = vf_max(v1, fresh->largest_v);
+    largest->m = vf_max(vf_abs(m1), largest->m);
+    largest->v = vf_max(v1, largest->v);
 }
 
 VF_INLINE void
@@ -349,19 +354,19 @@ static void
 adamw8bit_block(const adamw8bit_consts_t *c, const dcp_adamw8bit_args_t *args,
                 int64_t block, int64_t at, int64_t count)
 {
-    fresh_t fresh = {.largest_m = vf_set(0), .largest_v = vf_set(0)};
+    fresh_t fresh; /* written as far as it is read */
+    largest_t largest = {vf_set(0), vf_set(0)};
     decoder_t dm, dv;
     decoder_init(&dm, &m_tables, args->m_scale[block]);
     decoder_init(&dv, &v_tables, args->v_scale[block]);
     int64_t j = 0;
     for (; j + VF <= count; j += VF) {
-        update(c, &dm, &dv, args, at + j, j, &fresh, VF);
+        update(c, &dm, &dv, args, at + j, j, &fresh, &largest, VF);
     }
     if (j < count) {
-        update(c, &dm, &dv, args, at + j, j, &fresh, count - j);
+        update(c, &dm, &dv, args, at + j, j, &fresh, &largest, count - j);
     }
-    float m_scale = vf_max_across(fresh.largest_m);
-    float v_scale = vf_max_across(fresh.largest_v);
+    float m_scale = vf_max_across(largest.m), v_scale = vf_max_across(largest.v);
     encoder_t em, ev;
     encoder_init(&em, &m_tables, m_scale);
     encoder_init(&ev, &v_tables, v_scale);
