@@ -83,9 +83,9 @@ class ShardedTensors:
         What is gathered and summed together: by the name up to its first number
         (``model.layers.3``), tensors between layers together; as many as fit this number of fp32
         bytes; or lists of names or ``*`` patterns that cover all.
-    block_rows : int or mapping
-        Rows (of the last dimension) that stay on one rank, >= 1; by ``*`` pattern, with "all" for
-        whole tensors, else 1.
+    block_rows : int, "whole" or mapping
+        Rows (of the last dimension) that stay on one rank, >= 1, or "whole" for the whole tensor;
+        a mapping of names or ``*`` patterns to these: the first that fits counts, else 1.
     order : {"model", "shape", "size", "search"}
         Order of tensors inside a group, see `dcp.plan_layout`.
     compute_dtype : {"float32", "bfloat16"}
@@ -146,7 +146,7 @@ class ShardedTensors:
         world: World,
         *,
         groups: str | int | Sequence[Sequence[str]] = "layer",
-        block_rows: int | Mapping[str, int | str] = 1,
+        block_rows: int | str | Mapping[str, int | str] = 1,
         order: str = "model",
         compute_dtype: str = "float32",
         reduce_dtype: str = "float32",

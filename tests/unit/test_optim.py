@@ -122,7 +122,8 @@ def test_any_world_gives_the_bits_of_one_process(alone, ranks):
 
 
 def test_which_tensors_have_which_state(alone):
-    """8 bits from 4,096 elements on, by the size over all ranks; AdamW's state for the rest."""
+    """Row 6 of published faults: 8 bits from 4,096 elements on, by the size over all ranks; AdamW's
+    state for the rest."""
     large = {name for name, shape in SHAPES.items() if np.prod(shape, dtype=int) >= 4096}
     small = {name for name, shape in SHAPES.items() if 0 < np.prod(shape, dtype=int) < 4096}
     got: dict[str, set[str]] = {}
@@ -274,7 +275,7 @@ def test_zero_gradients_from_zero_state_change_nothing(optimizer, eps):
 
 
 def test_grouping_changes_nothing():
-    """Case O-02: four small parameters and one of 8,192, grouped finely and coarsely."""
+    """Case O-02, row 7: four small parameters and one of 8,192, grouped finely and coarsely."""
     names = ["a", "b", "c", "d", "large"]
     rng = np.random.default_rng(5)
     tensors = {name: rng.standard_normal(60).astype(np.float32) for name in names[:4]}

@@ -55,6 +55,9 @@ typedef struct dcp_sharded_options {
                              backward pass ends, into shards; all ranks run equally many
                              micro-batches. 0: once a step, from full buffers */
     dcp_sequence_kind_t sequence_kind;
+    int32_t prefetch; /* with no_windows, 1: the next group of a pass is gathered, by a
+                         thread into a place of its own, while the pass computes in the
+                         present one. 0: when the pass enters it */
 } dcp_sharded_options_t;
 
 /* What dcp_sharded_buffer returns. */
