@@ -19,10 +19,10 @@
  * the same bits.
  *
  * With two factors a word (words.h) the same runs on bf16 numbers. A word pairs what
- * follows each other in the sum: elements of a row in the first two products, query rows
- * in the sums of dV and dK, keys in that of dQ, so dS^T is stored twice and keys are
- * packed twice. Queries are scaled after the product, P is rounded only where it is a
- * factor.
+ * follows each other in the sum: elements of a row in the first two products, query
+ * rows in the sums of dV and dK, keys in that of dQ, so dS^T is stored twice and keys
+ * are packed twice. Queries are scaled after the product, P is rounded only where it is
+ * a factor.
  *
  * Cost a query row and key: 5 * dim multiply-adds, the exponential, 2 operations.
  */
