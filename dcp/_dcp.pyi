@@ -225,6 +225,7 @@ class Sharded:
         no_windows: bool = False,
         reduce_layer: bool = False,
         sequence_parallel: int = 0,
+        prefetch: bool = False,
     ) -> None: ...
     def step(
         self,

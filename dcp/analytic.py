@@ -522,12 +522,13 @@ def host_fixed_fields(
     reduce: str,
     windows: bool = True,
     optimizer: Optimizer | None = None,
+    prefetch: int = 0,
 ) -> dict[str, Any]:
     """fp32 weights, gradients and the optimizer's state of dcp's own runtime, in bytes.
 
     Beside shards a rank holds whole gradients, or whole groups of them, and without windows a whole
-    group of weights, in the model's `compute_dtype`; a tied embedding has a place of its own, since
-    the head uses it too. Then
+    group of weights, or, with `prefetch`, two, in the model's `compute_dtype`; a tied embedding has
+    a place of its own, since the head uses it too. Then
     there are a rank's share of the world's staging memory, the tables of buffers and layouts, the
     padding of buffers, so that rank borders cut no block, and the table of rotary angles at its
     largest, since one micro-batch's table can stay beside the activations of another.
@@ -538,7 +539,9 @@ def host_fixed_fields(
     sizes = {name: math.prod(shape) for name, shape in config.tensors()}
     groups = [sum(sizes[name] for name in names) for _, names in config.groups()]
     embedding = groups.pop(0) if config.tie_word_embeddings else 0
-    gathered = 0 if windows else max(groups) + embedding
+    first = len(config.groups()) - len(groups)  # even and odd groups have a place each
+    turns = [groups[(first + i) % 2 :: 2] for i in (0, 1)] if prefetch else [groups]
+    gathered = 0 if windows else sum(map(max, turns)) + embedding
     item = 2.0 if config.compute_dtype == "bfloat16" else 4.0
     # AdamW's two moments, where nothing is said
     state = (0.0, 8.0 * _PADDED * count)

@@ -145,7 +145,7 @@ def latest(folder: str | os.PathLike[str]) -> Path:
         found = [(step, True, path) for step, path in _scan(folder, STEP)]
         found += [(step, False, path) for step, path in _scan(folder, _REPLACED)]
     except OSError as error:
-        raise _dcp.FileError(f"{folder} cannot be read: {error}") from error
+        raise _dcp.FileError(f"{folder} cannot be read: {error.strerror}") from error
     faults: list[tuple[str, str]] = []
     for _, _, path in sorted(found, reverse=True):
         fault = _fault(path)
@@ -172,6 +172,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     'step-00000012'
     """
     path = Path(path)
+    if path.is_file() and not is_foreign(path):
+        raise _dcp.FileError(f"{path} must be a folder, .safetensors or .safetensors.index.json")
     if STEP.fullmatch(path.name) or (path / form.INDEX).exists() or is_foreign(path):
         return path
     return latest(path)

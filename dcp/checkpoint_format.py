@@ -261,7 +261,9 @@ def check_files(index: Index) -> None:
         try:
             size = where.stat().st_size
         except OSError as error:
-            raise _dcp.FileError(f"{index.path} is not whole: {error}") from error
+            raise _dcp.FileError(
+                f"{index.path} is not whole: {file.name} cannot be read: {error.strerror}"
+            ) from error
         if size != file.bytes:
             raise _dcp.FileError(
                 f"{where} has {size} bytes, the index says {file.bytes}: truncated or damaged"

@@ -83,6 +83,7 @@ class PlanSettings:
     max_group: int | None = None
     windows: bool = True
     reduce: str = "auto"
+    prefetch: int = 0
     refit: bool = False
     cost: str | None = None
     sequence_parallel: str = "auto"
@@ -543,9 +544,12 @@ def _check(settings: Settings) -> None:
         ("plan.sp", settings.plan.sp, 1),
         ("plan.max_tokens", settings.plan.max_tokens, 1),
         ("plan.max_group", settings.plan.max_group, 1),
+        ("plan.prefetch", settings.plan.prefetch, 0),
     ):
         if value is not None and value < least:
             raise ArgumentError(f"{key} = {value} must be >= {least}")
+    if settings.plan.prefetch > 1:
+        raise ArgumentError(f"plan.prefetch = {settings.plan.prefetch} must be 0 or 1")
     if settings.seed >= 2**63:
         raise ArgumentError(f"seed = {settings.seed} must be below 2**63")
     if settings.tokens_per_step < settings.data.max_length:

@@ -304,6 +304,7 @@ class CostModel:
         reduce: str = "step",
         windows: bool = True,
         optimizer: Optimizer | None = None,
+        prefetch: int = 0,
     ) -> CostModel:
         """Reckon the cost of training a model with dcp's own runtime on the CPU.
 
@@ -333,9 +334,10 @@ class CostModel:
         windows : bool
             Whether ranks read weights in place; else each holds one whole group of them. The
             bytes of packed weights are those with windows, more than without.
-
         optimizer : dcp.optim.Optimizer, optional
             Whose state the ranks hold; default: AdamW's two fp32 moments.
+        prefetch : int
+            1: without windows each rank holds two groups, of which one is gathered ahead.
 
         Returns
         -------
@@ -372,7 +374,7 @@ class CostModel:
         return cls(
             **analytic.time_fields(shape, chosen),
             **analytic.group_fields(shape, chosen),
-            **analytic.host_fixed_fields(config, reduce, windows, optimizer),
+            **analytic.host_fixed_fields(config, reduce, windows, optimizer, prefetch),
             **fitting.fit_memory(
                 activation_bytes or held,
                 shape.layers,

@@ -191,6 +191,22 @@ class _Run:
                 child.error = value
                 child.failed_at = time.monotonic()
 
+    def _take_rest(self) -> None:
+        """Take in all that ended ranks have reported: they may have ended since the last look."""
+        for key in list(self.selector.get_map().values()):
+            child, stream = key.data
+            if stream is not None or child.code is None:
+                continue
+            data = b"more"
+            with contextlib.suppress(BlockingIOError):  # a stray process has it open too
+                while data:
+                    data = os.read(key.fd, 1 << 20)
+                    child.buffer += data
+            self._take_frames(child)
+            if not data:
+                self.selector.unregister(key.fileobj)
+                os.close(key.fd)
+
     def wait(self, is_failure: Callable[[_Child], bool]) -> bool:
         """Wait until all have ended. After a failure the others get a short while. True: all well.
 
@@ -199,6 +215,7 @@ class _Run:
         deadline = float("inf")
         while True:
             ended = [child.poll() for child in self.children]
+            self._take_rest()
             failed = False
             for child, is_over in zip(self.children, ended, strict=True):
                 if child.error is not None or (is_over and is_failure(child)):

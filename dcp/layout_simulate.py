@@ -276,6 +276,7 @@ def dcp_traffic(
     micro_batches: int = 1,
     tied: bool = False,
     reduce: str = "layer",
+    prefetch: int = 0,
 ) -> tuple[int, int]:
     """Bytes that a rank of dcp receives in a step without windows: weights, and gradients.
 
@@ -284,19 +285,23 @@ def dcp_traffic(
     padded : sequence of int
         Elements of every group in the order of a pass, padding included.
     tied : bool
-        The first group is also the head's: gathered once a step, whatever the micro-batches.
+        The first group is also the head's: gathered once a step, into a place of its own.
     reduce : {"layer", "step"}
         When gradients are summed.
+    prefetch : int
+        1: even and odd groups have a place each, and what still lies there is not gathered again.
 
     Examples
     --------
-    >>> dcp_traffic([8, 16, 16, 8], ranks=2)
-    (160, 96)
+    >>> dcp_traffic([8, 16, 16, 8], ranks=2), dcp_traffic([8, 16, 16, 8], ranks=2, prefetch=1)
+    ((160, 96), (128, 96))
     """
-    ahead, layers, last = padded[0], sum(padded[1:-1]), padded[-1] if len(padded) > 1 else 0
-    gathers = micro_batches * (2 * layers + last + ahead)
-    if tied:  # it has a place of its own, so the first layer stays for the next micro-batch
-        gathers -= (micro_batches - 1) * (ahead + (padded[1] if len(padded) > 2 else 0))
+    last, gathers = len(padded) - 1, 0
+    places: dict[int, int] = {}
+    for group in micro_batches * [*range(last + 1), *range(last - 1, 0, -1)]:
+        place = -1 if tied and group == 0 else group % (1 + prefetch)
+        gathers += padded[group] if places.get(place) != group else 0
+        places[place] = group
     reductions = sum(padded) * (micro_batches if reduce == "layer" else 1)
     share = [n // ranks * (ranks - 1) for n in (gathers, reductions)]
     return share[0] * compute_bytes, share[1] * _MAIN

@@ -14,7 +14,8 @@ False       "step"      a shard, one group          all                         
 False       "layer"     a shard, one group          a shard, one group          as many on all ranks
 ==========  ==========  ==========================  ==========================  ===================
 
-A group is a layer, the embedding, or final norm and head. Tied embeddings add themselves once.
+A group is a layer, the embedding, or final norm and head. Tied embeddings add themselves once, and
+so does, without windows, the largest group where *prefetch* gathers the next one ahead.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ class ShardedModel:
         reduce: Literal["step", "layer"] = "step",
         device: str = "cpu",
         sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
+        prefetch: int = 0,
     ) -> None:
+        if prefetch not in (0, 1):
+            raise _dcp.ArgumentError(f"prefetch = {prefetch!r} must be 0 or 1")
         if reduce not in ("step", "layer"):
             raise _dcp.ArgumentError(f'reduce = {reduce!r} must be "step" or "layer"')
         if sequence_parallel not in _SEQUENCE_KINDS:
@@ -148,6 +152,7 @@ class ShardedModel:
             frozen=np.array([name in self._frozen for name in self._names], np.uint8),
             no_windows=not windows,
             reduce_layer=reduce == "layer",
+            prefetch=bool(prefetch),
         )
         self.windows = bool(windows)
         self.reduce = reduce
@@ -572,6 +577,7 @@ def fully_shard(
     reduce: Literal["step", "layer"] = "step",
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
+    prefetch: int = 0,
 ) -> ShardedModel: ...
 
 
@@ -592,6 +598,7 @@ def fully_shard(
     reduce: Literal["step", "layer"] = "step",
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
+    prefetch: int = 0,
     **options: Any,
 ) -> ShardedModel | ShardedTensors:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
@@ -628,6 +635,10 @@ def fully_shard(
     compute_dtype : {"float32", "bfloat16"}, optional
         What products multiply, instead of what the configuration says: see `dcp.Transformer1D`.
         With "bfloat16" and without windows, groups are gathered in bfloat16: half the bytes.
+    prefetch : int
+        Of a model without windows: how many groups of tensors are gathered ahead, 0 or 1, while a
+        pass computes. 1 holds a second group and takes a thread; it pays where links, not the cores
+        that also compute, do the gathering. Results are the same bits.
 
     Returns
     -------
@@ -649,6 +660,10 @@ def fully_shard(
     if isinstance(model, Mapping | list | tuple):
         from dcp.sharded_tensors import ShardedTensors
 
+        if prefetch:
+            raise TypeError(
+                "fully_shard: 'prefetch' is a setting of models; tensors have the method `prefetch`"
+            )
         return ShardedTensors(
             model,
             world,
@@ -677,6 +692,7 @@ def fully_shard(
         windows=windows,
         reduce=reduce,
         sequence_parallel=sequence_parallel,
+        prefetch=prefetch,
     )
     if source is not None:
         for run in sharded.shards()["weights"]:

@@ -83,9 +83,9 @@ class ShardedTensors:
         What is gathered and summed together: by the name up to its first number
         (``model.layers.3``), tensors between layers together; as many as fit this number of fp32
         bytes; or lists of names or ``*`` patterns that cover all.
-    block_rows : int or mapping
-        Rows (of the last dimension) that stay on one rank, >= 1; by ``*`` pattern, with "all" for
-        whole tensors, else 1.
+    block_rows : int, "whole" or mapping
+        Rows (of the last dimension) that stay on one rank, >= 1, or "whole" for the whole tensor;
+        a mapping of names or ``*`` patterns to these: the first that fits counts, else 1.
     order : {"model", "shape", "size", "search"}
         Order of tensors inside a group, see `dcp.plan_layout`.
     compute_dtype : {"float32", "bfloat16"}
@@ -146,7 +146,7 @@ class ShardedTensors:
         world: World,
         *,
         groups: str | int | Sequence[Sequence[str]] = "layer",
-        block_rows: int | Mapping[str, int | str] = 1,
+        block_rows: int | str | Mapping[str, int | str] = 1,
         order: str = "model",
         compute_dtype: str = "float32",
         reduce_dtype: str = "float32",
@@ -588,17 +588,18 @@ class ShardedTensors:
     def set_optimizer(self, optimizer: Any) -> None:
         """Make the state of an optimizer (`dcp.optim`), or give it new numbers. Collective.
 
-        Same kinds of rule for every tensor: the state goes on. Others: it starts anew.
+        Same kinds of rule for every tensor: the state goes on. Others: it starts anew, and
+        `update_count` is 0 again.
         """
-        tensors = [(tensor.name, tensor.shape) for tensor in self._trained.tensors]
-        rules = [rule.core() for rule in optimizer.rules(tensors)]
+        rules = self._rules_of(optimizer)
         if self._optimizer is not None:
-            if [rule[0] for rule in rules] == [rule[0] for rule in self._rules]:
+            if self._has_state_of(rules):
                 self._optimizer.set_rules(rules)
                 self._rules, self._settings = rules, optimizer
                 return
             self._optimizer.close()
             self._optimizer = None
+            self._updates = 0
         self._optimizer = _dcp.ShardOptimizer(
             self._shards,
             self._trained.layout,
@@ -609,6 +610,40 @@ class ShardedTensors:
             no_windows=not self.windows,
         )
         self._rules, self._settings = rules, optimizer
+
+    def _rules_of(self, optimizer: Any) -> list[tuple[Any, ...]]:
+        tensors = [(tensor.name, tensor.shape) for tensor in self._trained.tensors]
+        return [rule.core() for rule in optimizer.rules(tensors)]
+
+    def _has_state_of(self, rules: list[tuple[Any, ...]]) -> bool:
+        return [rule[0] for rule in rules] == [rule[0] for rule in self._rules]
+
+    def _use(self, optimizer: Any) -> None:
+        """Update with these settings from now on; state is never dropped on the way."""
+        if self._optimizer is None and self._updates > 0:
+            raise _dcp.StateError(
+                f"update_count = {self._updates}, but no state was loaded: call set_optimizer "
+                "first, then load into shards()"
+            )
+        if self._optimizer is not None and not self._has_state_of(self._rules_of(optimizer)):
+            raise _dcp.ArgumentError(
+                f"optimizer {optimizer.name!r} needs another state than "
+                f"{self._settings.name!r} has here: set_optimizer starts anew"
+            )
+        self.set_optimizer(optimizer)
+
+    def _agree_on_step(self, optimizer: Any, rate: float, skip: bool) -> None:
+        """All ranks are about to make the same update. Collective."""
+        digest = hashlib.sha256(repr((self._rules, skip)).encode()).digest()
+        numbers = [self._updates, rate, optimizer.clip or 0.0, int.from_bytes(digest[:6], "big")]
+        rows = self.world.allgatherv(np.array(numbers, np.float64)).reshape(-1, len(numbers))
+        for rank, row in enumerate(rows):
+            if row.tobytes() != rows[0].tobytes():
+                first, other = (f"{int(x[0])}, {x[1]:g} and {x[2]:g}" for x in (rows[0], row))
+                raise _dcp.MismatchError(
+                    f"ranks disagree before an update: update_count, lr and clip are {first} on "
+                    f"rank 0, {other} on rank {rank}; or the optimizer's other settings differ"
+                )
 
     def step(
         self,
@@ -630,10 +665,20 @@ class ShardedTensors:
             Gradients of ignored tensors, for the norm only: they are the caller's to update.
         nonfinite : {"stop", "skip"}
             A gradient that is not finite: raise `dcp.NumericError`, or change nothing and go on.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            The state that is there belongs to another optimizer: see `set_optimizer`.
+        dcp.StateError
+            `update_count` was set, but no optimizer, so that its state is missing.
+        dcp.MismatchError
+            Ranks disagree on the rate, clipping, the optimizer or `update_count`.
         """
         if optimizer is not self._settings:
-            self.set_optimizer(optimizer)
+            self._use(optimizer)
         rate = float(optimizer.lr_at(self._updates) if lr is None else lr)
+        self._agree_on_step(optimizer, rate, nonfinite == "skip")
         norm = self.grad_norm(replicated=replicated)
         if not math.isfinite(norm):
             if nonfinite == "stop":
@@ -652,26 +697,60 @@ class ShardedTensors:
 
     # State
 
-    def full_tensor(self, name: str, *, kind: str = "weights") -> FloatArray:
+    def full_tensor(self, name: str, *, kind: str = "weights") -> NDArray[Any]:
         """A whole tensor from the shards of all ranks, as an array of its own. Collective.
 
         Parameters
         ----------
         name : str
             Of a tensor, tied ones included.
-        kind : {"weights", "gradients"}
-            The float32 weights, or the reduced gradient.
+        kind : str
+            "weights" (float32), "gradients" (those not yet reduced are), or a state of the
+            optimizer that this tensor has ("adamw.m", ...), maybe of another shape: `kind_shapes`.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            There is no such tensor, or it has no such state.
+        dcp.StateError
+            The gradient of a frozen tensor.
         """
         stored = self._name(name)
         part = self._part_of[stored]
         if kind not in ("weights", "gradients"):
-            raise _dcp.ArgumentError(f'kind = {kind!r} must be "weights" or "gradients"')
+            return self._full_state(stored, kind)
         buffer = part.weights if kind == "weights" else part.sums
         if buffer is None:
             raise _dcp.StateError(f"{name!r} is frozen: it has no gradient")
+        if kind == "gradients":
+            self._ensure_reduced()
         mine = [array for i, _, array in buffer.runs() if i == part.index[stored]]
         flat = self._shards.allgatherv(mine[0] if mine else np.zeros(0, np.float32))
         return flat.reshape(part.tensors[part.index[stored]].shape)
+
+    def _full_state(self, name: str, kind: str) -> NDArray[Any]:
+        """A tensor's state from all ranks' runs of it. Collective."""
+        states = self._optimizer.states() if self._optimizer is not None else []
+        found = {
+            of: (np.dtype(dtype), shapes[self._trained.index[name]])
+            for of, dtype, shapes in states
+            if name not in self._frozen and self._trained.index[name] in shapes
+        }
+        if kind not in found:
+            known = ["weights", "gradients"][: 1 if name in self._frozen else 2] + list(found)
+            raise _dcp.ArgumentError(f"kind: {name!r} has no {kind!r}, only {', '.join(known)}")
+        dtype, shape = found[kind]
+        mine = [run for run in self.shards()[kind] if run.name == name]
+        table = np.array([(run.first, run.array.size) for run in mine], np.int64).ravel()
+        data = np.frombuffer(b"".join(run.array.tobytes() for run in mine), np.uint8)
+        del mine
+        tables = self._shards.allgatherv(table).reshape(-1, 2).tolist()
+        flat = self._shards.allgatherv(data).view(dtype)
+        out, start = np.zeros(math.prod(shape), dtype), 0
+        for first, count in tables:
+            out[first : first + count] = flat[start : start + count]
+            start += count
+        return out.reshape(shape)
 
     def shards(self, *, saving: bool = False) -> dict[str, list[Run]]:
         """This rank's part of the weights and of the optimizer's state, as writable views.

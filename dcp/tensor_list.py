@@ -121,11 +121,11 @@ def _read(name: Any, value: Any, largest: int) -> Tensor:
 
 def _block(tensor: Tensor, rows: Any) -> int:
     """Elements of a block of this many rows; 0: the default, one row."""
-    if rows == "all":
+    if rows == "whole":
         return max(1, math.prod(tensor.shape))
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise _dcp.ArgumentError(
-            f'block_rows = {rows!r} of {tensor.name!r} must be an integer >= 1 or "all"'
+            f'block_rows = {rows!r} of {tensor.name!r} must be an integer >= 1 or "whole"'
         )
     if rows == 1 or len(tensor.shape) < 2:
         # elements one by one could be cut anywhere, but 8-bit state has blocks of them
@@ -138,7 +138,7 @@ def _block(tensor: Tensor, rows: Any) -> int:
 
 def read_tensors(
     tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
-    block_rows: int | Mapping[str, int | str],
+    block_rows: int | str | Mapping[str, int | str],
     largest: int,
 ) -> list[Tensor]:
     """The tensors in their order, of at most `largest` elements each, with their blocks.

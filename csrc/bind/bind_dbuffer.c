@@ -84,6 +84,9 @@ buffer_init(PyObject *object, PyObject *args, PyObject *kwargs)
     dcp_status_t status;
     BIND_NOGIL(status, dcp_dbuffer_create_with(comm, layout, &options, &self->buffer));
     if (status != DCP_OK) {
+        if (status == DCP_ERR_NO_MEM && dcp_comm_size(comm) > 1) {
+            dcp_comm_abort(comm, dcp_last_error()); /* of this rank alone, maybe */
+        }
         bind_pool_drop();
         bind_raise(status);
         return -1;

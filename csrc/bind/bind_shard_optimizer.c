@@ -137,14 +137,23 @@ optimizer_init(PyObject *object, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* The buffers may be closed again. */
+static void
+drop_buffers(optimizer_object_t *self)
+{
+    ((buffer_object_t *)self->weights)->views--;
+    ((buffer_object_t *)self->gradients)->views--;
+}
+
 static void
 let_go(optimizer_object_t *self)
 {
     if (self->optimizer != NULL) {
-        dcp_optimizer_destroy(self->optimizer);
+        dcp_optimizer_t *optimizer = self->optimizer;
         self->optimizer = NULL;
-        ((buffer_object_t *)self->weights)->views--;
-        ((buffer_object_t *)self->gradients)->views--;
+        /* may wait for the thread that carries, which may ask for signals */
+        Py_BEGIN_ALLOW_THREADS dcp_optimizer_destroy(optimizer);
+        Py_END_ALLOW_THREADS drop_buffers(self);
     }
     Py_CLEAR(self->gradients);
     Py_CLEAR(self->weights);
@@ -210,6 +219,10 @@ optimizer_step(PyObject *object, PyObject *args)
     step.update_count = update_count;
     dcp_status_t status;
     BIND_NOGIL(status, dcp_optimizer_step(self->optimizer, &step));
+    if (status != DCP_OK && status != DCP_ERR_ARG) {
+        /* the others may be waiting; arguments are wrong on all alike */
+        dcp_comm_abort(bind_world_comm(self->world), dcp_last_error());
+    }
     return status == DCP_OK ? Py_NewRef(Py_None) : bind_raise(status);
 }
 

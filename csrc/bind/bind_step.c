@@ -28,7 +28,8 @@ checked(sharded_object_t *self)
 PyDoc_STRVAR(
     sharded_doc,
     "Sharded(world, config, *, device, block_rows, seed, initialise, forward_only, "
-    "frozen, no_windows, reduce_layer, sequence_parallel)\n--\n\nA model sharded over "
+    "frozen, no_windows, reduce_layer, sequence_parallel, prefetch)\n--\n\nA model "
+    "sharded over "
     "the ranks of a "
     "world. Collective.");
 
@@ -46,18 +47,20 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
                             "no_windows",
                             "reduce_layer",
                             "sequence_parallel",
+                            "prefetch",
                             NULL};
     sharded_object_t *self = (sharded_object_t *)object;
     PyObject *world, *mapping, *frozen = Py_None;
     const char *device_name = "cpu";
     long long block_rows = 1;
     unsigned long long seed = 0;
-    int initialise = 1, forward_only = 0, no_windows = 0, reduce_layer = 0;
+    int initialise = 1, forward_only = 0, no_windows = 0, reduce_layer = 0,
+        prefetch = 0;
     int sequence_kind = DCP_SEQUENCE_AUTO;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppOppi", names, &world,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppOppip", names, &world,
                                      &mapping, &device_name, &block_rows, &seed,
                                      &initialise, &forward_only, &frozen, &no_windows,
-                                     &reduce_layer, &sequence_kind)) {
+                                     &reduce_layer, &sequence_kind, &prefetch)) {
         return -1;
     }
     if (self->sharded != NULL) {
@@ -111,6 +114,7 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
         .no_windows = no_windows,
         .reduce_layer = reduce_layer,
         .sequence_kind = (dcp_sequence_kind_t)sequence_kind,
+        .prefetch = prefetch,
     };
     dcp_status_t status;
     BIND_NOGIL(status, dcp_sharded_create(comm, &config, device, pool, &options,
@@ -129,9 +133,11 @@ static void
 let_go(sharded_object_t *self)
 {
     if (self->sharded != NULL) {
-        dcp_sharded_destroy(self->sharded);
+        dcp_sharded_t *sharded = self->sharded;
         self->sharded = NULL;
-        bind_pool_drop();
+        /* may wait for a thread that gathers or carries, which may ask for signals */
+        Py_BEGIN_ALLOW_THREADS dcp_sharded_destroy(sharded);
+        Py_END_ALLOW_THREADS bind_pool_drop();
     }
     Py_CLEAR(self->world);
 }

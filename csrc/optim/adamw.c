@@ -1,8 +1,9 @@
 /* AdamW and its 8-bit form: state of a rank's runs alone (run_states.h), and one
  * dispatch a step over all of them, whatever the number of tensors.
  *
- *   adamw      m, v: fp32                                28 B read and written an
- * element adamw8bit  m, v: a byte; a scale a block of a row    16 B
+ *   adamw      m, v: fp32                               28 bytes an element and step
+ *
+ *   adamw8bit  m, v: a byte; a scale a block of a row   16
  *
  * No element looks at another (8-bit: at another block), and blocks do not depend on
  * where ranks are cut, so the bits do not depend on it either. The two kinds differ in

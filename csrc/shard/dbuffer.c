@@ -128,9 +128,41 @@ place_alone(dcp_dbuffer_t *buffer)
     int64_t elements = buffer->kind == DCP_DBUFFER_SHARD
                            ? layout->shard_starts[layout->group_count]
                            : dcp_dbuffer_layout_elements(layout);
-    DCP_TRY(dcp_alloc_zeroed(bytes_of(buffer, elements), "this rank's part of a buffer",
+    if (buffer->places != NULL) {
+        elements = buffer->places[layout->group_count] / buffer->item_bytes;
+    }
+    buffer->memory_bytes = bytes_of(buffer, elements);
+    DCP_TRY(dcp_alloc_zeroed(buffer->memory_bytes, "this rank's part of a buffer",
                              &buffer->memory));
     buffer->data = buffer->memory;
+    return DCP_OK;
+}
+
+/* Where groups lie that share memory: each place is as large as its largest group. */
+static dcp_status_t
+share_places(dcp_dbuffer_t *buffer, const int32_t *places)
+{
+    const dcp_dbuffer_layout_t *layout = buffer->layout;
+    int64_t end = 0;
+    void *memory;
+    DCP_TRY(dcp_alloc_array(layout->group_count + 1, (int64_t)sizeof(int64_t),
+                            "places of groups", &memory));
+    buffer->places = memory;
+    for (int32_t g = 0; g < layout->group_count; g++) {
+        int64_t largest = 0;
+        int32_t first = 0;
+        while (places[first] != places[g]) {
+            first++;
+        }
+        for (int32_t other = g; first == g && other < layout->group_count; other++) {
+            if (places[other] == places[g] && layout->shards[other] > largest) {
+                largest = layout->shards[other];
+            }
+        }
+        buffer->places[g] = first == g ? end : buffer->places[first];
+        end += buffer->rank_count * largest * buffer->item_bytes;
+    }
+    buffer->places[layout->group_count] = end;
     return DCP_OK;
 }
 
@@ -156,12 +188,19 @@ check_options(const dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
     if (options->keep_own && options->kind != DCP_DBUFFER_DEMAND) {
         return DCP_FAIL(DCP_ERR_ARG, "keep_own is for DEMAND: other kinds keep all");
     }
+    for (int32_t g = 0; options->places != NULL && g < layout->group_count; g++) {
+        if (options->places[g] < 0 || options->kind != DCP_DBUFFER_LOCAL) {
+            return DCP_FAIL(DCP_ERR_ARG,
+                            "place %d of group %d must be >= 0, and is for LOCAL",
+                            (int)options->places[g], (int)g);
+        }
+    }
     return DCP_OK;
 }
 
 /* Everything that can fail; the caller destroys what is there on failure. */
 static dcp_status_t
-fill(dcp_dbuffer_t *buffer)
+fill(dcp_dbuffer_t *buffer, const dcp_dbuffer_options_t *options)
 {
     void *memory;
     DCP_TRY(dcp_alloc_array(DBUFFER_PARTS, (int64_t)sizeof(dbuffer_norm_part_t),
@@ -172,6 +211,9 @@ fill(dcp_dbuffer_t *buffer)
                             "counts of a group", &memory));
     buffer->counts = memory;
     DCP_TRY(make_pieces(buffer));
+    if (options->places != NULL) {
+        DCP_TRY(share_places(buffer, options->places));
+    }
     switch (buffer->kind) {
     case DCP_DBUFFER_SHARED:
     case DCP_DBUFFER_PRIVATE:
@@ -201,7 +243,7 @@ dcp_dbuffer_create_with(dcp_comm_t *comm, const dcp_dbuffer_layout_t *layout,
     buffer->keep_own = options->keep_own;
     buffer->rank = dcp_comm_rank(comm);
     buffer->rank_count = layout->rank_count;
-    dcp_status_t status = fill(buffer);
+    dcp_status_t status = fill(buffer, options);
     if (status != DCP_OK) {
         dcp_dbuffer_destroy(buffer);
         return status;
@@ -230,6 +272,7 @@ dcp_dbuffer_destroy(dcp_dbuffer_t *buffer)
     /* after the window, so that less is held than before: it cannot fail */
     dcp_alloc_account(-buffer->shared_bytes, "share of a sharded buffer");
     dcp_free(buffer->memory);
+    dcp_free(buffer->places);
     dcp_free(buffer->counts);
     dcp_free(buffer->piece_firsts);
     dcp_free(buffer->pieces);
@@ -340,8 +383,9 @@ dcp_dbuffer_zero(dcp_dbuffer_t *buffer)
 {
     const dcp_dbuffer_layout_t *layout = buffer->layout;
     if (buffer->kind == DCP_DBUFFER_PRIVATE || buffer->kind == DCP_DBUFFER_LOCAL) {
+        int64_t bytes = dcp_dbuffer_layout_elements(layout) * buffer->item_bytes;
         memset(buffer->data, 0,
-               (size_t)(dcp_dbuffer_layout_elements(layout) * buffer->item_bytes));
+               (size_t)(buffer->places != NULL ? buffer->memory_bytes : bytes));
         return;
     }
     int32_t demand = buffer->kind == DCP_DBUFFER_DEMAND;

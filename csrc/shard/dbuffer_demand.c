@@ -198,7 +198,6 @@ dbuffer_unreserve(dcp_dbuffer_t *buffer)
     }
     dcp_alloc_account(-buffer->held_bytes, "a group of tensors");
     dcp_free(buffer->held);
-    dcp_free(buffer->places);
 }
 
 static dcp_status_t

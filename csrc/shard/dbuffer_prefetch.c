@@ -2,9 +2,9 @@
  *
  * Collectives pair by their order alone: two ranks that gather groups of equal size in
  * different orders would exchange wrong weights, and nobody would notice. So the order
- * is declared, compared over all ranks once, and what is begun must follow it. After
- * that a gather is three counters: begun (by the caller), done (by the thread), and the
- * length of the order; entry i is order[i mod count].
+ * is declared, compared over all ranks once, and what is begun must follow it; what is
+ * there still is passed over. After that a gather is an entry of a queue: begun counts
+ * those that the caller put in, done those that the thread took out.
  *
  *   caller   takes memory, begun++ ........ computes ........ waits for done > i
  *   thread              rounds its slice, gathers, done++
@@ -30,10 +30,12 @@ struct dbuffer_prefetch {
     int32_t *order;            /* owned; [count] groups */
     int64_t *counts;           /* owned; [ranks] of a collective, the thread's */
     int64_t count;             /* > 0 */
+    int64_t next;              /* the caller's: gathers begun or passed over */
     pthread_t thread;
     bool has_thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
+    int32_t *queue;      /* owned, under lock; [count] entry i is at i mod count */
     int64_t begun, done; /* under lock; entries since the start of the order */
     bool stopping;       /* under lock */
     dcp_status_t status; /* under lock; of the first failure, after which none runs */
@@ -41,9 +43,8 @@ struct dbuffer_prefetch {
 };
 
 static dcp_status_t
-gather_entry(dbuffer_prefetch_t *prefetch, int64_t entry)
+gather_group(dbuffer_prefetch_t *prefetch, int32_t group)
 {
-    int32_t group = prefetch->order[entry % prefetch->count];
     int64_t shard = prefetch->whole->layout->shards[group];
     for (int32_t rank = 0; rank < prefetch->whole->rank_count; rank++) {
         prefetch->counts[rank] = shard;
@@ -64,11 +65,11 @@ thread_main(void *argument)
         if (prefetch->done == prefetch->begun) {
             break; /* what was begun is done: peers wait for it too */
         }
-        int64_t entry = prefetch->done;
+        int32_t group = prefetch->queue[prefetch->done % prefetch->count];
         dcp_status_t status = prefetch->status;
         pthread_mutex_unlock(&prefetch->lock);
         if (status == DCP_OK) {
-            status = gather_entry(prefetch, entry);
+            status = gather_group(prefetch, group);
         }
         pthread_mutex_lock(&prefetch->lock);
         if (status != DCP_OK && prefetch->status == DCP_OK) {
@@ -76,7 +77,7 @@ thread_main(void *argument)
             snprintf(prefetch->message, sizeof prefetch->message, "%s",
                      dcp_last_error());
         }
-        prefetch->done = entry + 1;
+        prefetch->done++;
         pthread_cond_broadcast(&prefetch->changed);
     }
     pthread_mutex_unlock(&prefetch->lock);
@@ -101,6 +102,7 @@ dbuffer_prefetch_destroy(dbuffer_prefetch_t *prefetch)
     dcp_comm_destroy(prefetch->comm);
     dcp_pool_destroy(prefetch->pool);
     dcp_free(prefetch->counts);
+    dcp_free(prefetch->queue);
     dcp_free(prefetch->order);
     dcp_free(prefetch);
 }
@@ -164,6 +166,9 @@ fill(dbuffer_prefetch_t *prefetch, const int32_t *order)
                             "order of gathers", &memory));
     prefetch->order = memory;
     memcpy(memory, order, (size_t)prefetch->count * sizeof order[0]);
+    DCP_TRY(dcp_alloc_array(prefetch->count, (int64_t)sizeof(int32_t),
+                            "queue of gathers", &memory));
+    prefetch->queue = memory;
     DCP_TRY(dcp_alloc_array(prefetch->whole->rank_count, (int64_t)sizeof(int64_t),
                             "counts of a group", &memory));
     prefetch->counts = memory;
@@ -227,25 +232,45 @@ check_declared(const dcp_dbuffer_t *whole)
                : DCP_FAIL(DCP_ERR_STATE, "no order of gathers is declared");
 }
 
+/* Is `group` the next of a declared order? */
+static dcp_status_t
+check_next(const dcp_dbuffer_t *whole, int32_t group)
+{
+    DCP_TRY(check_declared(whole));
+    const dbuffer_prefetch_t *prefetch = whole->prefetch;
+    int32_t expected = prefetch->order[prefetch->next % prefetch->count];
+    return group == expected
+               ? DCP_OK
+               : DCP_FAIL(DCP_ERR_STATE,
+                          "group %d is not the next of the declared order: that is "
+                          "group %d",
+                          (int)group, (int)expected);
+}
+
 dcp_status_t
 dcp_dbuffer_gather_begin(dcp_dbuffer_t *whole, int32_t group)
 {
-    DCP_TRY(check_declared(whole));
+    DCP_TRY(check_next(whole, group));
     dbuffer_prefetch_t *prefetch = whole->prefetch;
-    /* only this thread changes begun */
-    int32_t expected = prefetch->order[prefetch->begun % prefetch->count];
-    if (group != expected) {
-        return DCP_FAIL(DCP_ERR_STATE,
-                        "group %d is not the next of the declared order: that is group "
-                        "%d",
-                        (int)group, (int)expected);
-    }
     DCP_TRY(dbuffer_acquire_or_abort(whole, group));
     dbuffer_count_gather(whole, group, prefetch->from);
+    prefetch->next++;
     pthread_mutex_lock(&prefetch->lock);
+    while (prefetch->begun - prefetch->done == prefetch->count) {
+        pthread_cond_wait(&prefetch->changed, &prefetch->lock);
+    }
+    prefetch->queue[prefetch->begun % prefetch->count] = group;
     prefetch->begun++;
     pthread_cond_broadcast(&prefetch->changed);
     pthread_mutex_unlock(&prefetch->lock);
+    return DCP_OK;
+}
+
+dcp_status_t
+dcp_dbuffer_gather_skip(dcp_dbuffer_t *whole, int32_t group)
+{
+    DCP_TRY(check_next(whole, group));
+    whole->prefetch->next++;
     return DCP_OK;
 }
 
@@ -270,11 +295,13 @@ dcp_dbuffer_gather_wait(dcp_dbuffer_t *whole, int32_t group)
 {
     DCP_TRY(check_declared(whole));
     dbuffer_prefetch_t *prefetch = whole->prefetch;
-    int64_t entry = prefetch->begun - 1;
-    while (entry >= 0 && prefetch->order[entry % prefetch->count] != group) {
+    /* only this thread changes begun and the queue */
+    int64_t entry = prefetch->begun - 1, oldest = prefetch->begun - prefetch->count;
+    oldest = oldest > 0 ? oldest : 0;
+    while (entry >= oldest && prefetch->queue[entry % prefetch->count] != group) {
         entry--;
     }
-    if (entry < 0) {
+    if (entry < oldest) {
         return DCP_FAIL(DCP_ERR_STATE, "no gather of group %d has begun", (int)group);
     }
     return wait_for(prefetch, entry + 1);
@@ -287,7 +314,7 @@ dcp_dbuffer_gather_restart(dcp_dbuffer_t *whole)
     dbuffer_prefetch_t *prefetch = whole->prefetch;
     DCP_TRY(wait_for(prefetch, prefetch->begun));
     pthread_mutex_lock(&prefetch->lock);
-    prefetch->begun = prefetch->done = 0;
+    prefetch->begun = prefetch->done = prefetch->next = 0;
     pthread_mutex_unlock(&prefetch->lock);
     return DCP_OK;
 }

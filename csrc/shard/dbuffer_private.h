@@ -45,18 +45,20 @@ struct dcp_dbuffer {
 
     dcp_window_t *window; /* owned; SHARED and PRIVATE */
     void *memory;         /* owned; LOCAL and SHARD */
+    int64_t memory_bytes; /* of it */
     char *data;           /* in one of these, or the reserved addresses; never NULL */
     int64_t shared_bytes; /* counted here beside what the window counts; negative: less
                            */
 
+    int64_t *places; /* owned; [group_count + 1] bytes from data; NULL: the groups
+                        follow one another */
+
     /* dbuffer_demand.c: DEMAND */
     char *reserved;         /* owned: mapped addresses */
     int64_t reserved_bytes; /* of them */
-    int64_t *places;    /* owned; [group_count + 1] bytes from data; NULL: the groups
-                           follow one another */
-    uint8_t *held;      /* owned; [group_count] has memory behind it */
-    int64_t held_bytes; /* counted for it */
-    int32_t keep_own;   /* this rank's slices have memory always */
+    uint8_t *held;          /* owned; [group_count] has memory behind it */
+    int64_t held_bytes;     /* counted for it */
+    int32_t keep_own;       /* this rank's slices have memory always */
 
     dbuffer_piece_t *pieces; /* owned; [piece_count] */
     int64_t *piece_firsts;   /* owned; [group_count + 1] in pieces */

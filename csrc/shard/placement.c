@@ -79,7 +79,11 @@ append_placement(const dcp_placement_t *placement, char *text, int64_t text_byte
         append_numbers(text, text_bytes, placement->values, placement->value_count);
         append(text, text_bytes, ")");
         if (placement->kind == DCP_SHARD_RAGGED && placement->dim >= 0) {
-            append(text, text_bytes, ", dims=%d", (int)placement->dim);
+            append(text, text_bytes, ", dims=(");
+            for (int32_t i = 0; i < placement->dim; i++) {
+                append(text, text_bytes, i > 0 ? ", %d" : "%d", (int)i);
+            }
+            append(text, text_bytes, placement->dim == 1 ? ",)" : ")");
         }
         append(text, text_bytes, ")");
     }

@@ -12,11 +12,11 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { SETTINGS = 8 };
+enum { SETTINGS = 9 };
 
 static const char *const names[SETTINGS] = {
-    "block_rows", "no_windows",        "reduce_layer", "forward_only",
-    "initialise", "sequence_parallel", "the model",    "what is frozen",
+    "block_rows", "no_windows",        "reduce_layer", "forward_only",   "initialise",
+    "prefetch",   "sequence_parallel", "the model",    "what is frozen",
 };
 
 /* FNV-1a. */
@@ -64,9 +64,15 @@ int64_t
 train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
 {
     const double reals[] = {args->lr, args->clip};
+    const int64_t integers[] = {
+        args->update_count,
+        args->trainable_count > 0,
+        args->skip_nonfinite != 0,
+    };
     uint64_t rules =
         sharded->optimizer != NULL ? dcp_optimizer_rules_hash(sharded->optimizer) : 0;
     uint64_t hash = hash_bytes(hash_start, reals, sizeof reals);
+    hash = hash_bytes(hash, integers, sizeof integers);
     return (int64_t)hash_bytes(hash, &rules, sizeof rules);
 }
 
@@ -105,6 +111,7 @@ train_agree_on_options(const dcp_sharded_t *sharded,
         sharded->reduce_layer,
         sharded->forward_only,
         options->initialise != 0,
+        sharded->prefetch,
         (int64_t)options->sequence_kind,
         (int64_t)hash_model(&sharded->config),
         (int64_t)hash_bytes(hash_start, sharded->frozen, (size_t)sharded->tensor_count),

@@ -85,14 +85,9 @@ create_buffers(dcp_sharded_t *sharded)
 static void *
 tensor_weights(const dcp_sharded_t *sharded, int64_t tensor)
 {
-    int32_t group = sharded->tensors[tensor].group;
-    int64_t start = dcp_dbuffer_layout_start(sharded->layout, tensor)
-                    - dcp_dbuffer_layout_group(sharded->layout, group).start;
-    if (sharded->no_windows) {
-        int64_t item = dcp_dtype_bytes(sharded->config.compute_dtype);
-        return (char *)train_group_weights(sharded, group) + start * item;
-    }
-    return dcp_dbuffer_tensor_data(sharded->buffers[DCP_SHARDED_WEIGHTS], tensor);
+    return dcp_dbuffer_tensor_bytes(
+        sharded->no_windows ? sharded->whole : sharded->buffers[DCP_SHARDED_WEIGHTS],
+        tensor);
 }
 
 static float *
@@ -206,6 +201,7 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->forward_only = options->forward_only != 0;
     sharded->no_windows = options->no_windows != 0;
     sharded->reduce_layer = options->reduce_layer != 0;
+    sharded->prefetch = options->prefetch != 0;
     sharded->tensor_count = dcp_model_tensor_count(config);
     sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);

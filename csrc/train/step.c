@@ -42,12 +42,14 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
                             (int)rank, other->step, (uint64_t)other->plan_hash);
         }
         if (other->settings_hash != first->settings_hash) {
-            return DCP_FAIL(DCP_ERR_MISMATCH,
-                            "ranks disagree before step %" PRId64
-                            " on lr, clip or the rules of the optimizer: rank 0 has "
-                            "those of hash %016" PRIx64 ", rank %d of %016" PRIx64,
-                            args->step, (uint64_t)first->settings_hash, (int)rank,
-                            (uint64_t)other->settings_hash);
+            return DCP_FAIL(
+                DCP_ERR_MISMATCH,
+                "ranks disagree before step %" PRId64
+                " on lr, clip, update_count, trainable, nonfinite or the "
+                "rules of the optimizer: rank 0 has those of hash %016" PRIx64
+                ", rank %d of %016" PRIx64,
+                args->step, (uint64_t)first->settings_hash, (int)rank,
+                (uint64_t)other->settings_hash);
         }
     }
     if (sharded->no_windows || sharded->reduce_layer) {

@@ -6,13 +6,20 @@
 
 enum { SHARDED_BUFFERS = 2 }; /* one a dcp_sharded_kind_t */
 
+/* What lies in a place that groups of tensors take turns in. */
+enum { TRAIN_PLACES = 3 };
+typedef struct train_place {
+    int32_t group;   /* gathered into it, or about to be; -1: none */
+    int32_t entered; /* a pass has been in it since */
+} train_place_t;
+
 /* What a rank tells the others around a step; all words are int64 so that one gather
  * carries it. */
 typedef struct step_record {
     int64_t step;
     int64_t plan_hash;
     int64_t batch_count;
-    int64_t settings_hash; /* of the optimizer's rules, lr and clip */
+    int64_t settings_hash; /* train_settings_hash */
     int64_t busy_ns;
     double loss;
 } step_record_t;
@@ -34,7 +41,7 @@ struct dcp_sharded {
     dcp_optimizer_t *optimizer;              /* owned; NULL until it is set */
     step_record_t *records;                  /* owned, [ranks] */
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
-    int32_t forward_only, no_windows, reduce_layer; /* options */
+    int32_t forward_only, no_windows, reduce_layer, prefetch; /* options */
 
     /* rounds.c */
     int32_t training;                      /* the present passes add to gradients */
@@ -47,11 +54,9 @@ struct dcp_sharded {
     double own_loss;     /* of these */
 
     /* gather.c: where whole weights lie; NULL with windows */
-    void *gathered;             /* owned: of `gathered_group`, or of none where -1; in
-                                   the config's compute_dtype */
-    int32_t gathered_group;     /* or -1 */
-    void *embedding;            /* owned: of group 0; NULL: it shares the other place */
-    int32_t embedding_gathered; /* its weights lie there */
+    dcp_dbuffer_t *whole; /* owned; in the config's compute_dtype */
+    train_place_t places[TRAIN_PLACES];
+    int32_t packed_group; /* the layer whose weights may be packed; -1: none */
 
     /* reduce_layer.c: where whole gradients of a group lie */
     int64_t largest_group;      /* elements of one place */
@@ -99,8 +104,6 @@ dcp_status_t train_gather_create(dcp_sharded_t *sharded);
 void train_gather_destroy(dcp_sharded_t *sharded);
 /* The weights change: what was gathered is stale. */
 void train_gather_forget(dcp_sharded_t *sharded);
-/* Where the whole group lies while a pass is in it, in the config's compute_dtype. */
-void *train_group_weights(const dcp_sharded_t *sharded, int32_t group);
 dcp_status_t train_gather_enter(dcp_sharded_t *sharded, dcp_queue_t *queue,
                                 int32_t group, int32_t backward);
 

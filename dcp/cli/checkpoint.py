@@ -113,7 +113,7 @@ def export(
         raise Exit(FAILED, str(error)) from error
     document = _document(shown, where) | {"out": out} | written
     if json_to != "-":
-        click.echo(f"{out}: {len(document['tensors'])} tensors in {len(written['files'])} file(s)")
+        click.echo(f"{out}: {len(document['tensors'])} tensors, {_files(len(written['files']))}")
     return document
 
 
@@ -139,6 +139,10 @@ def convert(json_to: str | None, path: str, out: str, ranks: int | None) -> dict
     return document
 
 
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
+
+
 def _print(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -147,7 +151,7 @@ def _print(document: dict[str, Any]) -> None:
 
     console = Console()
     console.print(
-        f"{document['path']}: step {document['step']}, written by {document['world']} ranks, "
+        f"{document['path']}: step {document['step']}, {_files(document['world'])}, "
         f"{size(document['bytes'])}"
     )
     kinds = Table(box=None, pad_edge=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import dcp
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import show_on, writable
 
@@ -133,7 +134,10 @@ def _groups(model: str, by: str) -> list[TensorGroup]:
         tensors = model_tensors(model)
     how: str | int = by if by in ("layer", "model") else parse_bytes(by, "--by")
     tied = tensors.tied if isinstance(tensors, TensorList) else None
-    groups = group_tensors(tensors, by=how, tied=tied)
+    try:
+        groups = group_tensors(tensors, by=how, tied=tied)
+    except dcp.ArgumentError as error:  # a name twice, tied tensors that differ
+        raise InputError(f"--model {model}: {error}") from error
     if not any(group.elements for group in groups):
         raise InputError(f"--model {model}: holds no tensor with elements")
     return groups

@@ -299,6 +299,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         "windows": settings.plan.windows,
         "reduce": job.reduce,
         "sequence_parallel": settings.plan.sequence_parallel,
+        "prefetch": settings.plan.prefetch,
     }
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
@@ -362,13 +363,14 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
                 windows=plan.windows,
                 threads=threads,
                 optimizer=settings.optimizer,
+                prefetch=plan.prefetch,
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
         return dataclasses.replace(
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
-            **host_fixed_fields(config, reduce, plan.windows, settings.optimizer),
+            **host_fixed_fields(config, reduce, plan.windows, settings.optimizer, plan.prefetch),
         )
 
     reduce = plan.reduce

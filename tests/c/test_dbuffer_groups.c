@@ -308,6 +308,60 @@ ahead(rank_t *r)
     world_close(&world);
 }
 
+/* Groups that take turns in two places, and what is there still passed over. */
+static void
+turns(rank_t *r)
+{
+    world_t world;
+    world_open(r, r->comm, &world);
+    dcp_dbuffer_t *main = make(r, &world, DCP_DBUFFER_SHARD, DCP_F32, 0), *whole = NULL;
+    const int32_t places[GROUPS] = {7, 0, 1, 0, 1}, order[] = {0, 1, 2, 4, 2, 1};
+    int64_t start = dcp_alloc_held_bytes();
+    dcp_dbuffer_options_t options = {
+        .kind = DCP_DBUFFER_LOCAL, .dtype = DCP_BF16, .places = places};
+    REQUIRE(r,
+            dcp_dbuffer_create_with(r->comm, world.layout, &options, &whole) == DCP_OK);
+    if (r->size == 1) {
+        dcp_dbuffer_t *apart = make(r, &world, DCP_DBUFFER_LOCAL, DCP_BF16, 0);
+        int64_t held = dcp_alloc_held_bytes() - start;
+        dcp_dbuffer_destroy(apart);
+        held -= 2 * (dcp_alloc_held_bytes() - start);
+        int64_t saved = dcp_dbuffer_layout_group(world.layout, 2).shard
+                        + dcp_dbuffer_layout_group(world.layout, 3).shard;
+        REQUIRE(r, held >= 2 * saved - 256 && saved > 0);
+    }
+    dcp_dbuffer_zero(whole);
+    write_runs(&world, main, 5);
+    for (int32_t g = 0; g < GROUPS; g++) {
+        REQUIRE(r, dcp_dbuffer_gather_whole(whole, world.pool, g, main) == DCP_OK);
+        REQUIRE(r, wrong_in_group(whole, g, 5) == 0);
+    }
+    REQUIRE(r, wrong_in_group(whole, 0, 5) == 0);
+    REQUIRE(r, dcp_dbuffer_gather_skip(whole, 0) == DCP_ERR_STATE);
+    REQUIRE(r, dcp_dbuffer_gather_order(whole, main, order, 6) == DCP_OK);
+    for (int32_t pass = 0; pass < 3; pass++) {
+        REQUIRE(r, dcp_dbuffer_gather_skip(whole, 1) == DCP_ERR_STATE);
+        REQUIRE(r, dcp_dbuffer_gather_skip(whole, 0) == DCP_OK);
+        REQUIRE(r, dcp_dbuffer_gather_wait(whole, 0) == DCP_ERR_STATE);
+        for (int32_t i = 1; i < 5; i++) {
+            REQUIRE(r, dcp_dbuffer_gather_begin(whole, order[i]) == DCP_OK);
+            REQUIRE(r, dcp_dbuffer_gather_wait(whole, order[i]) == DCP_OK);
+            REQUIRE(r, wrong_in_group(whole, order[i], 5) == 0);
+            REQUIRE(r, wrong_in_group(whole, order[i - 1], 5) == 0 || i > 2);
+        }
+        REQUIRE(r, dcp_dbuffer_gather_skip(whole, 1) == DCP_OK);
+        REQUIRE(r, wrong_in_group(whole, 1, 5) == 0);
+        if (pass == 0) { /* from the end of the order it goes on at its start */
+            continue;
+        }
+        REQUIRE(r, dcp_dbuffer_gather_skip(whole, 0) == DCP_OK);
+        REQUIRE(r, dcp_dbuffer_gather_restart(whole) == DCP_OK);
+    }
+    dcp_dbuffer_destroy(whole);
+    dcp_dbuffer_destroy(main);
+    world_close(&world);
+}
+
 /* A rank that leaves in the middle of the order is an error of who waits for it. */
 static void
 abandoned(rank_t *r)
@@ -555,7 +609,13 @@ test_limits(void)
     options = (dcp_dbuffer_options_t){.kind = DCP_DBUFFER_LOCAL, .keep_own = 1};
     CHECK(dcp_dbuffer_create_with(alone.comm, alone.layout, &options, &buffer)
           == DCP_ERR_ARG);
-    const int32_t order[] = {GROUPS};
+    const int32_t order[] = {GROUPS}, places[GROUPS] = {0, 1, 0, -1, 0};
+    options = (dcp_dbuffer_options_t){.kind = DCP_DBUFFER_LOCAL, .places = places};
+    CHECK(dcp_dbuffer_create_with(alone.comm, alone.layout, &options, &buffer)
+          == DCP_ERR_ARG);
+    options = (dcp_dbuffer_options_t){.kind = DCP_DBUFFER_SHARD, .places = places};
+    CHECK(dcp_dbuffer_create_with(alone.comm, alone.layout, &options, &buffer)
+          == DCP_ERR_ARG);
     CHECK(dcp_dbuffer_gather_order(alone.half, alone.main, order, 1) == DCP_ERR_ARG);
     CHECK(dcp_dbuffer_gather_whole(alone.half, alone.pool, -1, alone.main)
           == DCP_ERR_ARG);
@@ -570,7 +630,7 @@ test_limits(void)
 int
 main(void)
 {
-    static void (*const bodies[])(rank_t *) = {arithmetic, gathers, sums, ahead};
+    static void (*const bodies[])(rank_t *) = {arithmetic, gathers, sums, ahead, turns};
     for (int32_t size = 1; size <= 4; size++) {
         for (size_t i = 0; i < sizeof bodies / sizeof bodies[0]; i++) {
             rank_t ranks[MAX_RANKS];

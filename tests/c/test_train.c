@@ -1,6 +1,7 @@
 /* Sharded steps in every mode: ranks are threads over the shm transport. Weights after
- * some steps are the same bits with and without windows, and whatever a rank's
- * neighbours do; memory that runs out is an error that leaves nothing behind. */
+ * some steps are the same bits with and without windows, gathered ahead or not, and
+ * whatever a rank's neighbours do; memory that runs out is an error that leaves nothing
+ * behind. */
 #include "check.h"
 
 #include "dcp/train.h"
@@ -10,11 +11,13 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Bits of a mode: gradients are reduced by layer, no windows, bf16 factors. */
-enum { BY_LAYER = 1, NO_WINDOWS = 2, IN_BF16 = 4, MODES = 8 };
+/* Bits of a mode: gradients are reduced by layer, no windows, bf16 factors, groups are
+ * gathered ahead. */
+enum { BY_LAYER = 1, NO_WINDOWS = 2, IN_BF16 = 4, AHEAD = 8, MODES = 16 };
 enum { RANK_SLOTS = 4, ROUNDS = 3, TOKENS = 5, STEPS = 2 };
 
-static const dcp_transformer1d_config_t config = {
+/* changed between worlds only */
+static dcp_transformer1d_config_t config = {
     .vocab_size = 11,
     .hidden_size = 8,
     .intermediate_size = 12,
@@ -40,6 +43,8 @@ typedef struct task {
     int64_t gathered_bytes, reduced_bytes; /* of the last step */
 } task_t;
 
+static int32_t failing_rank = -1; /* its second micro-batch has an impossible token */
+
 /* Micro-batch `round` of a rank; none has tokens where (rank + round) % 3 == 2. */
 static void
 fill_batch(int32_t rank, int64_t round, int32_t *tokens, int64_t *offsets,
@@ -48,6 +53,9 @@ fill_batch(int32_t rank, int64_t round, int32_t *tokens, int64_t *offsets,
     int64_t count = (rank + round) % 3 == 2 ? 0 : TOKENS;
     for (int64_t t = 0; t <= TOKENS; t++) {
         tokens[t] = (int32_t)((3 * t + 5 * rank + 7 * round) % config.vocab_size);
+    }
+    if (rank == failing_rank && round == 2) {
+        tokens[1] = (int32_t)config.vocab_size;
     }
     offsets[0] = 0;
     offsets[1] = count;
@@ -137,6 +145,7 @@ run_rank(task_t *task)
         .initialise = 1,
         .no_windows = (task->mode & NO_WINDOWS) != 0,
         .reduce_layer = (task->mode & BY_LAYER) != 0,
+        .prefetch = (task->mode & AHEAD) != 0,
     };
     dcp_transformer1d_config_t own = config;
     own.compute_dtype = task->mode & IN_BF16 ? DCP_BF16 : DCP_F32;
@@ -201,7 +210,7 @@ test_modes(void)
             run_world(size, mode, counts, tasks[mode]);
             for (int32_t rank = 0; rank < size; rank++) {
                 const task_t *task = &tasks[mode][rank];
-                const task_t *same = &tasks[mode & ~NO_WINDOWS][rank];
+                const task_t *same = &tasks[mode & ~(NO_WINDOWS | AHEAD)][rank];
                 CHECK(task->status == DCP_OK);
                 if (task->status != DCP_OK) {
                     printf("mode %d, rank %d of %d: %s\n", mode, rank, size,
@@ -215,14 +224,17 @@ test_modes(void)
                 CHECK(memcmp(task->losses, same->losses, sizeof task->losses) == 0);
                 CHECK(task->losses[0] == tasks[mode & IN_BF16][rank].losses[0]);
                 CHECK((task->losses[0] == tasks[0][rank].losses[0])
-                      == (mode < IN_BF16));
+                      == !(mode & IN_BF16));
                 CHECK(task->evaluated == same->evaluated);
                 int64_t once = tasks[0][rank].reduced_bytes;
                 CHECK(task->reduced_bytes == (mode & BY_LAYER ? ROUNDS : 1) * once);
                 CHECK((task->gathered_bytes > 0)
                       == ((mode & NO_WINDOWS) != 0 && size > 1));
                 CHECK(task->gathered_bytes * (mode & IN_BF16 ? 2 : 1)
-                      == tasks[mode % IN_BF16][rank].gathered_bytes);
+                      == tasks[mode & ~IN_BF16][rank].gathered_bytes);
+                int64_t in_one_place = tasks[mode & ~AHEAD][rank].gathered_bytes;
+                CHECK(task->gathered_bytes < in_one_place || in_one_place == 0
+                      || !(mode & AHEAD));
             }
         }
         for (int32_t i = 0; i < MODES * size; i++) {
@@ -248,6 +260,25 @@ test_uneven_counts(void)
     }
 }
 
+/* A rank that fails in the middle of a pass, while others have begun a gather that it
+ * never joins, ends all. */
+static void
+test_failure_ahead(void)
+{
+    const int64_t counts[] = {ROUNDS, ROUNDS, ROUNDS};
+    for (int32_t mode = NO_WINDOWS | AHEAD; mode <= (NO_WINDOWS | AHEAD | BY_LAYER);
+         mode++) {
+        task_t tasks[RANK_SLOTS];
+        failing_rank = 1;
+        run_world(3, mode, counts, tasks);
+        failing_rank = -1;
+        for (int32_t rank = 0; rank < 3; rank++) {
+            CHECK(tasks[rank].status != DCP_OK);
+            CHECK(strstr(tasks[rank].message, rank == 1 ? "token" : "rank 1") != NULL);
+        }
+    }
+}
+
 static int32_t scenario_mode;
 
 static dcp_status_t
@@ -262,10 +293,17 @@ scenario(void)
 int
 main(void)
 {
-    test_modes();
+    for (config.tie_word_embeddings = 0; config.tie_word_embeddings < 2;
+         config.tie_word_embeddings++) {
+        test_modes();
+    }
+    config.tie_word_embeddings = 1;
+    test_failure_ahead();
     test_uneven_counts();
     for (scenario_mode = 0; scenario_mode < MODES; scenario_mode++) {
-        check_every_alloc(scenario);
+        if (!(scenario_mode & AHEAD) || scenario_mode & NO_WINDOWS) {
+            check_every_alloc(scenario);
+        }
     }
     CHECK(dcp_alloc_held_bytes() == 0);
     return check_finish();

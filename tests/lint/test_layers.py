@@ -1,7 +1,7 @@
 """The rules of the tree that a compiler does not check.
 
 Who may include whom, which calls the core may not make, file names and lengths, links of the
-documents, notebooks without stored output. The layers are those of csrc/README.md.
+documents, their numbers, notebooks without stored output. The layers are those of csrc/README.md.
 """
 
 from __future__ import annotations
@@ -281,3 +281,10 @@ def test_public_headers_stand_alone_in_cpp(tmp_path: Path) -> None:
                 text=True,
             )
             assert run.returncode == 0, f"{header.name} as {language}: {run.stderr}"
+
+
+def test_decisions_are_numbered() -> None:
+    headings = re.findall(r"^## (.*)$", (CSRC / "DECISIONS.md").read_text(), re.M)
+    numbers = [int(heading.split(". ")[0]) for heading in headings]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len({heading.split(". ", 1)[1] for heading in headings}) == len(headings)

@@ -301,6 +301,7 @@ def test_commands(tmp_path, capsys):
         (["export", tmp_path / "run", "--out", tmp_path / "x", "--max-shard-size", "x"], 2, "size"),
         (["convert", tmp_path / "hf", "--out", tmp_path / "in"], 2, "holds checkpoints"),
         (["convert", tmp_path / "hf", "--out", tmp_path / "y", "--ranks", "0"], 2, "--ranks 0"),
+        (["show", tmp_path / "hf" / "config.json"], 2, "must be a folder, .safetensors"),
     ]:
         assert run(["checkpoint", *map(str, arguments)]) == code
         assert word in capsys.readouterr().err
@@ -311,6 +312,10 @@ def test_commands(tmp_path, capsys):
     assert "rank-00002-of-00004.safetensors" in said and "weights/model." in said
     assert run(["checkpoint", "export", str(tmp_path / "in"), "--out", str(tmp_path / "z")]) == 1
     assert "is damaged" in capsys.readouterr().err
+    file.unlink()
+    for command, code in (("show", 2), ("verify", 1)):
+        assert run(["checkpoint", command, str(next((tmp_path / "in").glob("step-*")))]) == code
+        assert "rank-00002-of-00004.safetensors cannot be read: No such" in capsys.readouterr().err
 
 
 def test_sample_from_any_form(tmp_path, capsys):

@@ -241,6 +241,8 @@ def test_recompute_counts_read_back_from_toml(tmp_path: Path) -> None:
         (["plan.max_group=0"], {}, "plan.max_group = 0"),
         (["plan.windows=maybe"], {}, "plan.windows = 'maybe' must be true or false"),
         (["plan.reduce=layers"], {}, "did you mean 'layer'"),
+        (["plan.prefetch=2"], {}, "plan.prefetch = 2 must be 0 or 1"),
+        (["plan.prefetch=-1"], {}, "plan.prefetch = -1 must be >= 0"),
         (["plan.sequence_parallel=rin"], {}, "did you mean 'ring'"),
         (["plan.spp=1"], {}, "did you mean 'plan.sp'"),
     ],

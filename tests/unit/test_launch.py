@@ -69,6 +69,19 @@ class TestResults:
         results = dcp.launch(lambda world: np.full(400_000, world.rank), 2)
         assert [(r.size, r[-1]) for r in results] == [(400_000, 0), (400_000, 1)]
 
+    def test_ranks_that_end_before_anybody_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What they reported counts, not that they are gone."""
+        pump = dcp.launcher._Run.pump
+
+        def late(run: Any, timeout: float) -> None:
+            if all(child.code is not None for child in run.children):
+                pump(run, timeout)
+
+        monkeypatch.setattr(dcp.launcher._Run, "pump", late)
+        assert dcp.launch(lambda world: world.rank, 2) == [0, 1]
+        with pytest.raises(ZeroDivisionError):
+            dcp.launch(lambda world: 1 / 0, 2)
+
     def test_init_gives_the_same_world(self) -> None:
         assert dcp.launch(lambda world: dcp.init() is world, 2) == [True, True]
 

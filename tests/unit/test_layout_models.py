@@ -264,7 +264,13 @@ def test_any_bytes_are_a_list_or_an_error(tmp_path: Path, data: st.DataObject) -
 # Simulation
 
 
-SETTINGS = (("layer", 1), ("layer", 3), ("step", 2))  # reduce, micro-batches
+SETTINGS = (  # reduce, micro-batches, prefetch
+    ("layer", 1, 0),
+    ("layer", 3, 0),
+    ("step", 2, 0),
+    ("step", 1, 1),
+    ("layer", 3, 1),
+)
 
 
 class Counted(NamedTuple):
@@ -277,8 +283,9 @@ def steps(world: Any, config: Any) -> list[Counted]:
     tokens = [np.arange(9, dtype=np.int32)]
     case = Case(config, tokens, tokens, None, 0)
     counted = []
-    for reduce, micro_batches in SETTINGS:
-        with dcp.fully_shard(config, world, block_rows=3, windows=False, reduce=reduce) as model:
+    for reduce, micro_batches, prefetch in SETTINGS:
+        options = {"reduce": reduce, "prefetch": prefetch}
+        with dcp.fully_shard(config, world, block_rows=3, windows=False, **options) as model:
             result = model.step(
                 [case.micro_batch([0])] * micro_batches,
                 scale=1.0,
@@ -323,8 +330,10 @@ def planned(tied: bool, ranks: int) -> tuple[list[Any], list[Any], list[int]]:
 def test_traffic_is_what_real_steps_count(tied: bool, ranks: int) -> None:
     groups, buffers, padded = planned(tied, ranks)
     wanted = [
-        dcp_traffic(padded, ranks=ranks, micro_batches=count, tied=tied, reduce=reduce)
-        for reduce, count in SETTINGS
+        dcp_traffic(
+            padded, ranks=ranks, micro_batches=count, tied=tied, reduce=reduce, prefetch=prefetch
+        )
+        for reduce, count, prefetch in SETTINGS
     ]
     for rank in counted_by_dcp(tied, ranks):
         assert [(c.gathered, c.reduced) for c in rank] == wanted
@@ -541,6 +550,9 @@ def test_files_in_the_command(tmp_path: Path) -> None:
     path.write_text(json.dumps(tied | {"tied": {"b": "a"}}))
     code, out, err = run("--model", path, "--ranks", 2)
     assert code == 2 and out == "" and "'b' is float32 of shape (8, 5)" in err
+    path.write_text(json.dumps([{"name": "a", "shape": [8, size]} for size in (4, 5)]))
+    code, out, err = run("--model", path, "--ranks", 2)
+    assert code == 2 and out == "" and "tied.json: tensor 'a' is given twice" in err
 
 
 @pytest.mark.parametrize(

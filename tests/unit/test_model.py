@@ -341,7 +341,7 @@ def choices(layers: int) -> list[tuple[int, int]]:
 def test_recomputing_changes_no_bit(
     config: dcp.Transformer1D, layers: int, lengths: list[int], dropout: float, device: str
 ) -> None:
-    """Every number of layers and MLPs that are dropped: loss and gradients are those of none. The
+    """Case F-10: whatever layers and MLPs are dropped, loss and gradients are those of none. The
     same model goes from choice to choice and back, so nothing of one is left for the next."""
     config = dcp.Transformer1D(
         **(config.core() | {"dropout": dropout, "num_hidden_layers": layers})

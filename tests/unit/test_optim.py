@@ -5,7 +5,9 @@ Gradients are given by rank 0 alone, so that every world has identical ones.
 
 from __future__ import annotations
 
+import json
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +122,8 @@ def test_any_world_gives_the_bits_of_one_process(alone, ranks):
 
 
 def test_which_tensors_have_which_state(alone):
-    """8 bits from 4,096 elements on, by the size over all ranks; AdamW's state for the rest."""
+    """Row 6 of published faults: 8 bits from 4,096 elements on, by the size over all ranks; AdamW's
+    state for the rest."""
     large = {name for name, shape in SHAPES.items() if np.prod(shape, dtype=int) >= 4096}
     small = {name for name, shape in SHAPES.items() if 0 < np.prod(shape, dtype=int) < 4096}
     got: dict[str, set[str]] = {}
@@ -272,7 +275,7 @@ def test_zero_gradients_from_zero_state_change_nothing(optimizer, eps):
 
 
 def test_grouping_changes_nothing():
-    """Case O-02: four small parameters and one of 8,192, grouped finely and coarsely."""
+    """Case O-02, row 7: four small parameters and one of 8,192, grouped finely and coarsely."""
     names = ["a", "b", "c", "d", "large"]
     rng = np.random.default_rng(5)
     tensors = {name: rng.standard_normal(60).astype(np.float32) for name in names[:4]}
@@ -465,10 +468,11 @@ def test_ranks_must_have_the_same_optimizer():
             model.set_optimizer(first)
             second = AdamW(eps=1e-8 if what != "numbers" or world.rank == 0 else 1e-7)
             lr = 0.1 if what != "lr" or world.rank == 1 else 0.2
+            model.update_count = 1 if what == "update_count" and world.rank == 1 else 0
             model_step(model, second, 0, lr=lr)
         return type(caught.value).__name__, str(caught.value)
 
-    for what in ("rules", "numbers", "lr"):
+    for what in ("rules", "numbers", "lr", "update_count"):
         for name, message in dcp.launch(work, 3, (what,)):
             assert name == "MismatchError" and "ranks disagree" in message
 
@@ -579,6 +583,35 @@ def test_resuming_with_another_optimizer_is_an_error(tmp_path, capfd):
     code, message = train(*again, "--set", groups)
     assert code != 0 and "the checkpoint has adamw8bit.m of model.embed_tokens.weight" in message
     assert train(*again)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon", "shampoo"])
+def test_the_command_trains_with_every_optimizer(tmp_path, capfd, name):
+    """Two ranks, groups from a file, in bf16: the loss falls, and the settings are printed."""
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, rng.integers(2, 9)).tolist()) for _ in range(40)]
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_bytes(b" ".join(rng.choice(words, 400)))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[optimizer]\nlr = 0.01\nwarmup_steps = 2\n[[optimizer.groups]]\nmatch = "*norm*"\n'
+        'lr_scale = 0.5\n[[optimizer.groups]]\nmatch = "*embed*"\noptimizer = "adamw"\n'
+    )
+    call = ["train", "--preset", "tiny", "--ranks", "2", "--steps", "6", "--data", str(tmp_path)]
+    call += ["--tokens-per-step", "512", "--set", "data.max_length=256", "--optimizer", name]
+    call += ["--set", "model.num_hidden_layers=1", "--set", "model.compute_dtype=bfloat16"]
+    call += ["--config", str(config)]
+    assert cli.run([*call, "--print-config"]) == 0
+    printed = tomllib.loads(capfd.readouterr().out)
+    assert printed["model"]["compute_dtype"] == "bfloat16"
+    assert printed["optimizer"]["name"] == name and printed["optimizer"]["lr"] == 0.01
+    assert printed["optimizer"]["groups"] == [
+        {"match": "*norm*", "lr_scale": 0.5},
+        {"match": "*embed*", "optimizer": "adamw"},
+    ]
+    assert cli.run([*call, "--json", str(tmp_path / "out.json")]) == 0
+    losses = [step["loss"] for step in json.loads((tmp_path / "out.json").read_text())["steps"]]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.5
 
 
 # Memory

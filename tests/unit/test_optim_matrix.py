@@ -274,8 +274,8 @@ def step_on_known(world, make, settings):
 
 @pytest.mark.parametrize("make", [dcp.optim.Muon, dcp.optim.Shampoo], ids=lambda o: o.name)
 def test_known_matrices_on_one_to_four_ranks(make):
-    """Cases O-05 and O-08: a matrix cut by rows is still one matrix; ranks that hold nothing of a
-    2 x 2 one take part."""
+    """Cases O-05 and O-08, rows 8 and 9 of published faults: a matrix cut by rows is still one
+    matrix; ranks that hold nothing of a 2 x 2 one take part."""
     with dcp.init("self") as world:
         alone = step_on_known(world, make, {})
     if make is dcp.optim.Muon:

@@ -240,7 +240,7 @@ def test_cuts_of_a_layout() -> None:
 @pytest.mark.parametrize(
     ("shape", "mesh", "placements", "words"),
     [
-        ((5, 4), (2,), [RaggedShard((1, 1), dims=(0,))], ["(1, 1)", "5, 4", "must divide 5"]),
+        ((5, 4), (2,), [RaggedShard((1, 1), dims=(0,))], ["dims=(0,))", "5, 4", "must divide 5"]),
         ((3, 4), (2,), [RaggedShard((3, 2))], ["(3, 2)", "3, 4", "5", "must divide 12"]),
         ((), (2,), [RaggedShard((1, 1))], ["must divide 1"]),
         ((4,), (2,), [RaggedShard((0, 0))], ["all units are 0"]),

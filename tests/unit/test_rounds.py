@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -268,9 +270,9 @@ def test_disagreeing_rounds_are_an_error_on_every_rank(mode):
         assert name == "ArgumentError" and "must hold this rank" in text
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_a_rank_killed_between_layers_is_an_error_on_all(mode, tmp_path):
-    """Promise 4, case X-06: while others wait in a layer's collective."""
+@pytest.mark.parametrize(("mode", "prefetch"), [*((mode, 0) for mode in MODES[1:]), (MODES[3], 1)])
+def test_a_rank_killed_between_layers_is_an_error_on_all(mode, prefetch, tmp_path):
+    """Promise 4, case X-06: while others wait in a layer's collective, or for one ahead."""
     case = make_case(41)
 
     def work(world: dcp.World) -> None:
@@ -279,7 +281,7 @@ def test_a_rank_killed_between_layers_is_an_error_on_all(mode, tmp_path):
             threading.Thread(
                 target=lambda: (started.wait(), os.kill(os.getpid(), signal.SIGKILL))
             ).start()
-        model = shard(case, world, mode)
+        model = shard(case, world, mode, prefetch=prefetch)
         try:
             for step in range(10**6):
                 batches = rounds_of(case, world.size)[world.rank]
@@ -606,6 +608,7 @@ def make_differently(world, case, settings):
         ("reduce_layer: rank 0 has 0, rank 2 has 1", {}, {"reduce": "layer"}),
         ("no_windows: rank 0 has 1, rank 2 has 0", {"windows": False}, {}),
         ("block_rows: rank 0 has 1, rank 2 has 4", {}, {"block_rows": 4}),
+        ("prefetch: rank 0 has 0, rank 2 has 1", {}, {"prefetch": 1}),
         ("what is frozen: rank 0 has", {}, {"frozen": ["*norm*"]}),
         ("the model: rank 0 has", {}, {"config": make_case(4).config}),
     ],
@@ -628,3 +631,124 @@ def evaluate_only(world, case):
 def test_models_for_evaluation_in_every_mode():
     ranks = dcp.launch(evaluate_only, 2, (make_case(5),))
     assert len({loss for rank in ranks for loss in rank}) == 1 and ranks[0][0] > 0
+
+
+def train_ahead(world, case, compute_dtype):
+    """Steps, evaluations of uneven counts in between, gradients: gathering ahead or not."""
+    out = []
+    config = dataclasses.replace(case.config, compute_dtype=compute_dtype)
+    case = dataclasses.replace(case, config=config)
+    layers = config.num_hidden_layers
+    for prefetch, reduce in itertools.product((0, 1), ("step", "layer")):
+        device = "late" if prefetch else "cpu"
+        with shard(case, world, (False, reduce), prefetch=prefetch, device=device) as model:
+            results = []
+            for step in range(3):
+                batches = rounds_of(case, world.size, step)[world.rank]
+                results.append(model.evaluate(batches[: world.rank], scale=case.scale))
+                dropped = [
+                    SimpleNamespace(**batch._asdict(), recompute=(step % 2, layers > 1))
+                    for batch in batches
+                ]
+                step_result = model.step(
+                    dropped,
+                    scale=case.scale,
+                    trainable=case.trainable,
+                    lr=0.05,
+                    step=step,
+                    optimizer=dcp.optim.AdamW(lr=0.05, clip=0.5),
+                    dropout_seed=step,
+                )
+                results += [step_result.loss, step_result.grad_norm]
+            batches = rounds_of(case, world.size)[world.rank]
+            loss, grads = model.loss_and_gradients(batches, scale=case.scale, dropout_seed=9)
+            results += [loss, {name: x.tobytes() for name, x in grads.items()}]
+            out.append((results, model.parameters_sha256(), step_result.gathered_bytes))
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_gathering_ahead_changes_no_bit(world, compute_dtype):
+    """Promise 2: also with dropout, recompute, micro-batches without tokens, and evaluation in
+    between; what lies in two places is gathered less often."""
+    for tied, layers in ((False, 3), (True, 4), (True, 1), (False, 1)):
+        case = make_case(61, dropout=0.2)
+        config = dataclasses.replace(
+            case.config, tie_word_embeddings=tied, num_hidden_layers=layers
+        )
+        ranks = dcp.launch(
+            train_ahead, world, (dataclasses.replace(case, config=config), compute_dtype)
+        )
+        for by_step, by_layer, by_step_ahead, by_layer_ahead in ranks:
+            for plain, ahead in ((by_step, by_step_ahead), (by_layer, by_layer_ahead)):
+                assert plain[:2] == ahead[:2], (tied, layers)
+                assert ahead[2] < plain[2] or world == 1
+            assert by_step[:1] != by_layer[:1] or world == 1
+
+
+def held_ahead(world, config):
+    case = Case(config, [np.arange(9, dtype=np.int32)], [np.arange(9, dtype=np.int32)], None, 0)
+    out = []
+    for prefetch in (0, 1):
+        with shard(case, world, (False, "layer"), prefetch=prefetch) as model:
+            batches, optimizer = [case.micro_batch([0])] * 2, dcp.optim.AdamW(lr=0.1)
+            model.step(batches, scale=1.0, trainable=9, lr=0.1, step=0, optimizer=optimizer)
+            model.evaluate(batches, scale=1.0)
+            held = model.memory()["held"]
+        cost = dcp.CostModel.for_model(config, windows=False, reduce="layer", prefetch=prefetch)
+        out.append((held, cost.memory([9], 1, world_size=world.size)))
+    return out
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_memory_of_gathering_ahead(tied, compute_dtype):
+    """A second place, as large as the largest group that comes to lie there, and no more than the
+    estimate says."""
+    config = dcp.Transformer1D(
+        vocab_size=300,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        compute_dtype=compute_dtype,
+    )
+    layer = sum(int(np.prod(shape)) for name, shape in config.tensors() if ".layers.1." in name)
+    place = layer * (2 if compute_dtype == "bfloat16" else 4)
+    for (plain, promised), (ahead, promised_ahead) in dcp.launch(held_ahead, 2, (config,)):
+        assert plain <= promised and ahead <= promised_ahead
+        assert place <= ahead - plain <= 1.05 * place + 8192
+        assert place <= promised_ahead - promised
+
+
+def fail_in_the_middle(world, case):
+    """Rank 1 brings a token that does not exist, in the second of its micro-batches."""
+    batches = rounds_of(case, world.size)[world.rank] + [case.micro_batch([0])] * 2
+    if world.rank == 1:
+        last = batches[-1]
+        batches[-1] = last._replace(tokens=last.tokens + case.config.vocab_size)
+    with shard(case, world, (False, "layer"), prefetch=1) as model:
+        with pytest.raises(dcp.Error) as caught:
+            model.loss_and_gradients(batches, scale=case.scale)
+        with pytest.raises(dcp.Error):
+            model.evaluate(batches, scale=case.scale)
+    return str(caught.value)
+
+
+def test_an_error_on_one_rank_ends_gathers_ahead():
+    """Promise 4: the others have begun a gather that never comes."""
+    texts = dcp.launch(fail_in_the_middle, 3, (make_case(41),))
+    assert "token" in texts[1]
+    assert all("rank 1" in text for text in (texts[0], texts[2]))
+
+
+def test_prefetch_is_of_models():
+    with dcp.init("self") as world:
+        with pytest.raises(dcp.ArgumentError, match="prefetch = 2 must be 0 or 1"):
+            dcp.fully_shard(make_case(8).config, world, windows=False, prefetch=2)
+        with pytest.raises(TypeError, match="method `prefetch`"):
+            dcp.fully_shard({"a": (4,)}, world, windows=False, prefetch=1)

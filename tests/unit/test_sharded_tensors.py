@@ -104,6 +104,7 @@ def cycle(world, mode, folder):
         del whole, got
         order = list(model.groups)
         model.prefetch(order, depth=1)
+        held = []
         for step in range(3):
             for group in order:
                 views = model.gather(group)
@@ -116,6 +117,8 @@ def cycle(world, mode, folder):
                     model.reduce(group)
                 model.release(group)
             seen[step] = model.step(PLAIN).grad_norm
+            held.append(_dcp.memory()["held"])
+        assert held[1] == held[2], "rows 18 and 23: a step leaves nothing behind"
         for name in ODD:
             seen[name] = model.full_tensor(name)
         traffic = model.traffic()
@@ -458,11 +461,11 @@ def everything_on_four(world):
     return norms(world)
 
 
-def everything_on_three(world):
+def everything_on_three(world, folder):
     for mode in MODES:
         uneven(world, mode)
     meta(world)
-    return every_optimizer(world)
+    return every_optimizer(world), resumed(world, folder, False)
 
 
 # Tests
@@ -531,8 +534,12 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert before.any() and np.array_equal(states[1][kind], before)
 
 
-def test_three_ranks() -> None:
-    assert all(updated == alone() for updated in dcp.launch(everything_on_three, 3))
+def test_three_ranks(tmp_path: Path) -> None:
+    """case F-03: what three ranks saved goes on on two and on five, with every optimizer."""
+    results = dcp.launch(everything_on_three, 3, (str(tmp_path),))
+    assert all(updated == alone() for updated, _ in results)
+    for ranks in (2, 5):
+        assert all(s == results[0][1] for s in dcp.launch(resumed, ranks, (str(tmp_path), True)))
 
 
 def test_four_ranks() -> None:
@@ -550,7 +557,7 @@ def tensor_sets(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     for i in range(draw(st.integers(1, 6))):
         layer = draw(st.sampled_from(["embed", "l.0.x", "l.1.x", "out"]))
         shapes[f"{layer}{i}.w"] = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    blocks = {name: draw(st.sampled_from([1, 2, 5, "all"])) for name in shapes}
+    blocks = {name: draw(st.sampled_from([1, 2, 5, "whole"])) for name in shapes}
     return shapes, blocks
 
 
@@ -702,6 +709,80 @@ def test_with_torch_without_a_copy() -> None:
         gc.collect()
 
 
+def test_a_step_needs_the_state_of_its_optimizer() -> None:
+    """case F-04: state that is missing, or another optimizer's, is an error, never silently new."""
+    adamw8bit, muon = (OPTIMIZERS[name](lr=0.01) for name in ("adamw8bit", "muon"))
+    with dcp.init("self") as world, dcp.fully_shard({"w": (64, 80), "b": (9,)}, world) as model:
+        model.update_count = 2
+        with pytest.raises(dcp.StateError, match="no state was loaded"):
+            model.step(adamw8bit)
+        model.update_count = 0
+        model.add_gradient("w", np.ones((64, 80), np.float32))
+        assert (model.full_tensor("w", kind="gradients") == 1).all()  # reduced on the way
+        model.step(adamw8bit)
+        codes = model.full_tensor("w", kind="adamw8bit.m")
+        assert codes.shape == (64, 80) and codes.dtype == np.uint8 and codes.all()
+        assert model.full_tensor("w", kind="adamw8bit.m_scale").shape == (64, 1)
+        assert (model.full_tensor("b", kind="adamw.m") == 0).all()
+        with pytest.raises(dcp.ArgumentError, match=r"'w' has no 'adamw.m', only weights"):
+            model.full_tensor("w", kind="adamw.m")
+        with pytest.raises(dcp.ArgumentError, match="'muon' needs another state than 'adamw8bit'"):
+            model.step(muon)
+        assert model.update_count == 1
+        model.set_optimizer(muon)
+        assert model.update_count == 0
+        model.step(muon)
+        assert "muon.momentum" in model.shards() and "adamw8bit.m" not in model.shards()
+
+
+def states_of_two(world):
+    with dcp.fully_shard({"w": (64, 80), "one": (1, 80)}, world) as model:
+        if world.rank == 0:
+            for name, shape in model.shapes.items():
+                model.add_gradient(name, values_of(name, shape))
+        model.step(OPTIMIZERS["adamw8bit"](lr=0.01))
+        of = {"w": ("adamw8bit.v", "adamw8bit.v_scale"), "one": ("adamw.v",)}
+        found = {k: model.full_tensor(name, kind=k).tobytes() for name in of for k in of[name]}
+        messages = []
+        for options in (
+            {"lr": 0.1 * (1 + world.rank)},
+            {"nonfinite": ("stop", "skip")[world.rank]},
+        ):
+            with pytest.raises(dcp.MismatchError, match="ranks disagree before an update") as error:
+                model.step(model._settings, **options)
+            messages.append(str(error.value))
+        assert "1, 0.1 and 1 on rank 0, 1, 0.2 and 1 on rank 1" in messages[0]
+        return found, messages
+
+
+def test_ranks_that_would_update_differently_are_told() -> None:
+    """Promise 4; and the whole state of a tensor, also where a rank holds none of it."""
+    first, second = dcp.launch(states_of_two, 2)
+    assert first == second
+    with dcp.init("self") as world, dcp.fully_shard({"w": (64, 80), "one": (1, 80)}, world) as m:
+        for name, shape in m.shapes.items():
+            m.add_gradient(name, values_of(name, shape))
+        m.step(OPTIMIZERS["adamw8bit"](lr=0.01))
+        for name, kind in (("w", "adamw8bit.v"), ("w", "adamw8bit.v_scale"), ("one", "adamw.v")):
+            assert m.full_tensor(name, kind=kind).tobytes() == first[0][kind]
+
+
+def too_little_memory(world, windows):
+    if world.rank == 1:
+        _dcp.set_memory_cap(_dcp.memory()["held"] + 100_000)
+    with pytest.raises(dcp.Error) as error:
+        dcp.fully_shard({"a": (512, 512)}, world, windows=windows)
+    return type(error.value).__name__, str(error.value)
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_rank_without_memory_ends_all(windows) -> None:
+    """Promise 4: the others get its message, and do not wait for it."""
+    (other, message), (own, reason) = dcp.launch(too_little_memory, 2, (windows,))
+    assert (other, own) == ("AbortedError", "OutOfMemoryError")
+    assert "rank 1" in message and reason in message
+
+
 def test_not_finite_gradients() -> None:
     with dcp.init("self") as world, dcp.fully_shard(dense({"w": (4, 4)}), world) as model:
         model.gradients("w")[1, 1] = np.inf
@@ -725,6 +806,7 @@ BAD = [
     ({"a": (2**62,)}, {}, "64 bits"),
     ({"a": (4, 2)}, {"block_rows": 0}, "block_rows = 0"),
     ({"a": (4, 2)}, {"block_rows": {"b": 2}}, "names no tensor"),
+    ({"a": (4, 2)}, {"block_rows": {"a": "all"}}, 'or "whole"'),
     ({"a": (4,)}, {"frozen": ["b*"]}, "frozen: 'b.'"),
     ({"a": (4,)}, {"frozen": "a"}, "must be a list"),
     ({"a": (4,)}, {"groups": "x"}, "groups"),

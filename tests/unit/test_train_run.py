@@ -217,6 +217,7 @@ def test_any_fixed_setting_gives_the_same_losses(text: Path) -> None:
 def test_without_windows_and_by_layer(text: Path, windows: str, reduce: str) -> None:
     """All ranks run as many micro-batches; the losses are those of any other run."""
     sets = ("--set", f"plan.windows={windows}", "--set", f"plan.reduce={reduce}")
+    sets += ("--set", "plan.prefetch=1")
     more = ("--ranks", 3, "--steps", 3, "--set", "plan.max_tokens=256", "--eval-every", 1)
     other = train(text, *more, *sets)
     plain = train(text, *more)

@@ -5,11 +5,10 @@
  *   group 0: m x S_0        group 1: m x S_1     ...          (elements, fp32)
  *   |r0 |r1 |r2 |...        |r0 |r1 |r2 |...
  *
- * SHARED: one copy for all ranks of the machine (rank 0 brings it): weights and
- * optimizer state. Each rank writes its shard only; a barrier publishes it. So a gather
- * moves nothing. PRIVATE: each rank has a full copy that peers may read: gradients.
- * dcp_dbuffer_reduce sums, in rank order, this rank's shard over all copies into its
- * own copy.
+ * SHARED: one copy for all ranks of the machine (rank 0 brings it): weights. Each rank
+ * writes its shard only; a barrier publishes it. So a gather moves nothing. PRIVATE:
+ * each rank has a full copy that peers may read: gradients. dcp_dbuffer_reduce sums, in
+ * rank order, this rank's shard over all copies into its own copy.
  *
  * Where nothing may be read one-sidedly: SHARD holds this rank's slices alone, one
  * after the other; dcp_dbuffer_gather puts a whole group together. LOCAL is a full copy
@@ -20,7 +19,7 @@
  * never change, so views outlive that; they read as zeros while there is no memory.
  *
  * Buffers of several element types share one layout: fp32 weights, their copies in bf16
- * for computing, 8-bit state.
+ * for computing.
  */
 #ifndef DCP_DBUFFER_H
 #define DCP_DBUFFER_H
@@ -97,8 +96,11 @@ typedef struct dcp_dbuffer_options {
     dcp_dtype_t dtype; /* DCP_F32, DCP_BF16 or DCP_U8 */
     int32_t keep_own;  /* DEMAND, 1: this rank's slices have memory always (a shard that
                           is gathered around itself) */
-    dcp_comm_t *replicas; /* hybrid sharding: the ranks that hold the same shard, over
-                             which sums run too; NULL: none. Borrowed */
+    const int32_t *places; /* LOCAL, [group count] >= 0: groups of the same number lie
+                              in the same memory, which what is gathered last holds;
+                              only for gathers. NULL: each in its own; copied */
+    dcp_comm_t *replicas;  /* hybrid sharding: the ranks that hold the same shard, over
+                              which sums run too; NULL: none. Borrowed */
 } dcp_dbuffer_options_t;
 
 /* Collective. Borrows comm and layout until destroyed. Zero-filled. The layout is for
@@ -114,8 +116,8 @@ dcp_dtype_t dcp_dbuffer_dtype(const dcp_dbuffer_t *buffer);
 /* The accessors below, for buffers of any type. */
 void *dcp_dbuffer_tensor_bytes(const dcp_dbuffer_t *buffer, int64_t tensor);
 void *dcp_dbuffer_run_bytes(const dcp_dbuffer_t *buffer, const dcp_dbuffer_run_t *run);
-/* This rank's view of the whole; SHARD: its slices. Not of DEMAND, whose groups do not
- * follow one another. */
+/* This rank's view of the whole; SHARD: its slices. Not of DEMAND, nor with places:
+ * there groups do not follow one another. */
 float *dcp_dbuffer_data(const dcp_dbuffer_t *buffer);
 /* NULL for SHARD: no rank has a whole tensor. */
 float *dcp_dbuffer_tensor_data(const dcp_dbuffer_t *buffer, int64_t tensor);
@@ -144,9 +146,9 @@ dcp_status_t dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group,
 
 /* Puts group `group` of `whole` together where it lies, in its own type: fp32 is
  * rounded to bf16 on the way. Nothing is copied in between.
- * whole   DEMAND (gets memory) or LOCAL; SHARED, of another type than `from`: every
- * rank writes its slice of the one copy. from    fp32 of the same layout: this rank's
- * slices; NULL: whole's own are in place. Collective. */
+ * whole: DEMAND (gets memory) or LOCAL; SHARED, of another type than `from`: every rank
+ * writes its slice of the one copy. from: fp32 of the same layout, this rank's slices;
+ * NULL: whole's own are in place. Collective. */
 dcp_status_t dcp_dbuffer_gather_whole(dcp_dbuffer_t *whole, dcp_pool_t *pool,
                                       int32_t group, const dcp_dbuffer_t *from);
 
@@ -167,6 +169,9 @@ dcp_status_t dcp_dbuffer_gather_order(dcp_dbuffer_t *whole, const dcp_dbuffer_t 
  * at once. Until it has been waited for `from` must not change. Not collective, but
  * alike on all ranks. */
 dcp_status_t dcp_dbuffer_gather_begin(dcp_dbuffer_t *whole, int32_t group);
+/* Instead of begin: what was gathered of `group`, the next of the order, is there
+ * still, and nothing moves. Alike on all ranks. */
+dcp_status_t dcp_dbuffer_gather_skip(dcp_dbuffer_t *whole, int32_t group);
 /* Waits for the latest begun gather of `group`; ERR_STATE where there is none. */
 dcp_status_t dcp_dbuffer_gather_wait(dcp_dbuffer_t *whole, int32_t group);
 /* Waits for all, and goes back to the start of the order. */

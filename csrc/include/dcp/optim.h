@@ -7,8 +7,8 @@
  * holds no padding, and so can be saved by N ranks and loaded by M.
  *
  *   element by element   ADAMW, ADAMW8BIT: one pass of a kernel over all runs of a rank
- *   whole matrices       MUON, SHAMPOO: every matrix has one owner, owners are
- * balanced; gradients go there and updates come back
+ *
+ *   whole matrices       MUON, SHAMPOO: each has one owner; gradients go, updates come
  */
 #ifndef DCP_OPTIM_H
 #define DCP_OPTIM_H
@@ -75,7 +75,7 @@ typedef struct dcp_optimizer_options {
     const dcp_dbuffer_layout_t *layout;    /* of weights and gradients */
     const dcp_optimizer_tensor_t *tensors; /* [tensor_count of the layout]; copied */
     int64_t tensor_count;
-    dcp_dbuffer_t *weights;   /* SHARED, SHARD or LOCAL */
+    dcp_dbuffer_t *weights;   /* of any kind that holds this rank's slices always */
     dcp_dbuffer_t *gradients; /* this rank's slices hold the sum when a step begins */
     int32_t no_windows;       /* 1: nothing is read one-sidedly */
 } dcp_optimizer_options_t;

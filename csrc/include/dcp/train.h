@@ -3,12 +3,19 @@
  *
  * One step, on every rank (the numbers are those of step.c):
  *
- *   1 agree     step number and plan hash are the same everywhere, or ERR_MISMATCH on
- * all 2 compute   this rank's micro-batches, alone or in a group of ranks that share
- * one 3 exchange  losses and times; nobody computes any more 4 reduce    each rank sums
- * its shard over all ranks, in rank order 5 norm      the true global norm, the same
- * bits in every world 6 update    the optimizer on the shard, written to the weights
- * that all ranks read 7 publish   a barrier
+ *   1 agree     step number, plan and settings are the same everywhere, or ERR_MISMATCH
+ *
+ *   2 compute   this rank's micro-batches, alone or in a group of ranks that share one
+ *
+ *   3 exchange  losses and times; nobody computes any more
+ *
+ *   4 reduce    each rank sums its shard over all ranks, in rank order
+ *
+ *   5 norm      the true global norm, the same bits in every world
+ *
+ *   6 update    the optimizer on the shard, written where all ranks read weights
+ *
+ *   7 publish   a barrier
  */
 #ifndef DCP_TRAIN_H
 #define DCP_TRAIN_H
@@ -48,6 +55,9 @@ typedef struct dcp_sharded_options {
                              backward pass ends, into shards; all ranks run equally many
                              micro-batches. 0: once a step, from full buffers */
     dcp_sequence_kind_t sequence_kind;
+    int32_t prefetch; /* with no_windows, 1: the next group of a pass is gathered, by a
+                         thread into a place of its own, while the pass computes in the
+                         present one. 0: when the pass enters it */
 } dcp_sharded_options_t;
 
 /* What dcp_sharded_buffer returns. */
