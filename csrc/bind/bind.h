@@ -96,6 +96,11 @@ struct dcp_transformer1d_config;
 int bind_transformer1d_config(PyObject *mapping,
                               struct dcp_transformer1d_config *config_p);
 
+/* Adds a type to the module under the last part of its name. type_p: NULL, or where a
+ * reference goes that is kept for the life of the process. 0, or -1 with an exception.
+ */
+int bind_type_add(PyObject *module, PyType_Spec *spec, PyTypeObject **type_p);
+
 /* Each adds its part to the module; 0, or -1 with an exception. */
 int bind_world_register(PyObject *module);
 int bind_window_register(PyObject *module); /* called by bind_world_register */

@@ -2,6 +2,7 @@
  * layout and worlds alive; arrays over it count as views until they die, and it cannot
  * be closed before. Calls on a closed world are refused. */
 #include "bind_dbuffer.h"
+#include "bind_view.h"
 
 static PyTypeObject *buffer_type;
 
@@ -139,55 +140,6 @@ buffer_close(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static void
-view_release(PyObject *capsule)
-{
-    buffer_object_t *self = PyCapsule_GetContext(capsule);
-    self->views--;
-    Py_DECREF(self);
-}
-
-/* bf16 comes as its bits: NumPy has no such type. */
-static int
-type_num_of(const dcp_dbuffer_t *buffer)
-{
-    switch (dcp_dbuffer_dtype(buffer)) {
-    case DCP_BF16:
-        return NPY_UINT16;
-    case DCP_U8:
-        return NPY_UINT8;
-    default:
-        return NPY_FLOAT32;
-    }
-}
-
-/* A 1-D array over the buffer, whose base is a capsule that counts it. */
-static PyObject *
-make_view(buffer_object_t *self, void *data, int64_t count, int writable)
-{
-    npy_intp size = (npy_intp)count;
-    PyObject *array =
-        PyArray_SimpleNewFromData(1, &size, type_num_of(self->buffer), data);
-    /* the capsule's pointer must not be NULL and is not used */
-    PyObject *capsule = array != NULL ? PyCapsule_New(self, NULL, view_release) : NULL;
-    if (capsule == NULL || PyCapsule_SetContext(capsule, self) < 0) {
-        Py_XDECREF(capsule);
-        Py_XDECREF(array);
-        return NULL;
-    }
-    Py_INCREF(self);
-    self->views++;
-    if (PyArray_SetBaseObject((PyArrayObject *)array, capsule)
-        < 0) { /* takes the capsule */
-        Py_DECREF(array);
-        return NULL;
-    }
-    if (!writable) {
-        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
-    }
-    return array;
-}
-
 PyDoc_STRVAR(buffer_tensor_doc,
              "tensor(index, count, writable)\n--\n\nThe `count` elements of a whole "
              "tensor, as a 1-D array.");
@@ -215,7 +167,9 @@ buffer_tensor(PyObject *object, PyObject *args)
         return bind_raise(DCP_FAIL(DCP_ERR_STATE, "no rank has a whole tensor where "
                                                   "each holds its shard alone"));
     }
-    return make_view(self, data, count, writable);
+    npy_intp size = (npy_intp)count;
+    return bind_view(object, &self->views, data,
+                     bind_type_num(dcp_dbuffer_dtype(buffer)), 1, &size, writable);
 }
 
 PyDoc_STRVAR(buffer_runs_doc,
@@ -235,18 +189,15 @@ buffer_runs(PyObject *object, PyObject *unused)
     int64_t count;
     dcp_dbuffer_layout_runs(((layout_object_t *)self->layout)->layout,
                             dcp_comm_rank(bind_world_comm(self->world)), &runs, &count);
+    int type_num = bind_type_num(dcp_dbuffer_dtype(buffer));
     PyObject *list = PyList_New(count);
     for (int64_t i = 0; list != NULL && i < count; i++) {
         PyObject *view =
-            make_view(self, dcp_dbuffer_run_bytes(buffer, &runs[i]), runs[i].count, 1);
-        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
-                                                      (long long)runs[i].first, view)
-                                      : NULL;
-        if (item == NULL) {
+            bind_run_view(object, &self->views, dcp_dbuffer_run_bytes(buffer, &runs[i]),
+                          type_num, runs[i].count);
+        if (bind_run_set(list, i, runs[i].tensor, runs[i].first, view) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, i, item);
     }
     return list;
 }
@@ -669,13 +620,8 @@ static PyType_Spec buffer_spec = {
 int
 bind_dbuffer_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    buffer_type = (PyTypeObject *)type;
     return bind_dbuffer_layout_register(module) < 0
-                   || PyModule_AddObjectRef(module, "DBuffer", type) < 0
+                   || bind_type_add(module, &buffer_spec, &buffer_type) < 0
                ? -1
                : bind_shard_optimizer_register(module);
 }

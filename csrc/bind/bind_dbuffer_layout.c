@@ -167,10 +167,5 @@ static PyType_Spec layout_spec = {
 int
 bind_dbuffer_layout_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &layout_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    layout_type = (PyTypeObject *)type;
-    return PyModule_AddObjectRef(module, "DBufferLayout", type);
+    return bind_type_add(module, &layout_spec, &layout_type);
 }

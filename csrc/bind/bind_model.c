@@ -665,8 +665,7 @@ static PyMethodDef config_functions[] = {
 int
 bind_model_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &model_spec, NULL);
-    int result = type != NULL ? PyModule_AddObjectRef(module, "Model", type) : -1;
-    Py_XDECREF(type);
-    return result < 0 ? -1 : PyModule_AddFunctions(module, config_functions);
+    return bind_type_add(module, &model_spec, NULL) < 0
+               ? -1
+               : PyModule_AddFunctions(module, config_functions);
 }

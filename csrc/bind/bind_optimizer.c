@@ -1,5 +1,9 @@
-/* Rules in, states out: for dcp._dcp.Sharded and dcp._dcp.ShardOptimizer alike. */
+/* Rules in, states out: for dcp._dcp.Sharded and dcp._dcp.ShardOptimizer alike;
+ * and the bytes that an optimizer would need. */
 #include "bind_optimizer.h"
+#include "bind_view.h"
+
+#include "dcp/train.h"
 
 static int
 rule_fill(dcp_optimizer_rule_t *rule, PyObject *item)
@@ -111,28 +115,9 @@ bind_optimizer_states(const dcp_optimizer_t *optimizer, int64_t tensor_count)
     return list;
 }
 
-static int
-type_num_of(dcp_dtype_t dtype)
-{
-    switch (dtype) {
-    case DCP_F64:
-        return NPY_FLOAT64;
-    case DCP_I32:
-        return NPY_INT32;
-    case DCP_I64:
-        return NPY_INT64;
-    case DCP_U8:
-        return NPY_UINT8;
-    case DCP_BF16:
-        return NPY_UINT16; /* its bits */
-    default:
-        return NPY_FLOAT32;
-    }
-}
-
 PyObject *
 bind_optimizer_state_runs(const dcp_optimizer_t *optimizer, PyObject *state,
-                          bind_state_view_t make_view, void *owner)
+                          PyObject *owner, int32_t *views)
 {
     long number = PyLong_AsLong(state);
     if (number == -1 && PyErr_Occurred()) {
@@ -146,18 +131,64 @@ bind_optimizer_state_runs(const dcp_optimizer_t *optimizer, PyObject *state,
     const dcp_state_run_t *runs;
     int64_t run_count;
     dcp_optimizer_state_runs(optimizer, (int32_t)number, &runs, &run_count);
-    int type_num = type_num_of(dcp_optimizer_state_dtype(optimizer, (int32_t)number));
+    int type_num = bind_type_num(dcp_optimizer_state_dtype(optimizer, (int32_t)number));
     PyObject *list = PyList_New(run_count);
     for (int64_t i = 0; list != NULL && i < run_count; i++) {
-        PyObject *view = make_view(owner, &runs[i], type_num);
-        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
-                                                      (long long)runs[i].first, view)
-                                      : NULL;
-        if (item == NULL) {
+        PyObject *view =
+            bind_run_view(owner, views, runs[i].data, type_num, runs[i].count);
+        if (bind_run_set(list, i, runs[i].tensor, runs[i].first, view) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, i, item);
     }
     return list;
+}
+
+PyDoc_STRVAR(
+    optimizer_bytes_doc,
+    "optimizer_bytes(config, rules, *, ranks, block_rows, no_windows)\n--\n\n"
+    "Most bytes of the optimizer's state and scratch that any rank would hold.");
+
+static PyObject *
+optimizer_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    static char *names[] = {"config",     "rules",      "ranks",
+                            "block_rows", "no_windows", NULL};
+    PyObject *mapping, *sequence;
+    int ranks = 1, no_windows = 0;
+    long long block_rows = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$iLp", names, &mapping,
+                                     &sequence, &ranks, &block_rows, &no_windows)) {
+        return NULL;
+    }
+    dcp_transformer1d_config_t config;
+    if (bind_transformer1d_config(mapping, &config) < 0) {
+        return NULL;
+    }
+    dcp_status_t status = dcp_transformer1d_check(&config);
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    dcp_optimizer_rule_t *rules =
+        bind_optimizer_rules(sequence, dcp_model_tensor_count(&config));
+    if (rules == NULL) {
+        return NULL;
+    }
+    int64_t bytes = 0;
+    BIND_NOGIL(status, dcp_sharded_optimizer_bytes(&config, rules, ranks, block_rows,
+                                                   no_windows, &bytes));
+    PyMem_Free(rules);
+    return status == DCP_OK ? PyLong_FromLongLong(bytes) : bind_raise(status);
+}
+
+static PyMethodDef optimizer_functions[] = {
+    {"optimizer_bytes", (PyCFunction)(void (*)(void))optimizer_bytes,
+     METH_VARARGS | METH_KEYWORDS, optimizer_bytes_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+bind_optimizer_register(PyObject *module)
+{
+    return PyModule_AddFunctions(module, optimizer_functions);
 }

@@ -13,11 +13,12 @@ dcp_optimizer_rule_t *bind_optimizer_rules(PyObject *sequence, int64_t tensor_co
 /* A list of (name, dtype, {tensor number: shape}); empty where optimizer is NULL. */
 PyObject *bind_optimizer_states(const dcp_optimizer_t *optimizer, int64_t tensor_count);
 
-/* An array over a run, which keeps `owner` alive. */
-typedef PyObject *(*bind_state_view_t)(void *owner, const dcp_state_run_t *run,
-                                       int type_num);
-/* What this rank holds of a state: a list of (tensor number, first element, array). */
+/* What this rank holds of a state: a list of (tensor number, first element, array),
+ * each array a view that keeps `owner` alive and counts in `views`. */
 PyObject *bind_optimizer_state_runs(const dcp_optimizer_t *optimizer, PyObject *state,
-                                    bind_state_view_t make_view, void *owner);
+                                    PyObject *owner, int32_t *views);
+
+/* Called by bind_step_register. */
+int bind_optimizer_register(PyObject *module);
 
 #endif

@@ -266,36 +266,6 @@ optimizer_states(PyObject *object, PyObject *unused)
     return bind_optimizer_states(self->optimizer, self->tensor_count);
 }
 
-static void
-view_release(PyObject *capsule)
-{
-    optimizer_object_t *self = PyCapsule_GetContext(capsule);
-    self->views--;
-    Py_DECREF(self);
-}
-
-static PyObject *
-make_view(void *owner, const dcp_state_run_t *run, int type_num)
-{
-    optimizer_object_t *self = owner;
-    npy_intp size = (npy_intp)run->count;
-    PyObject *array = PyArray_SimpleNewFromData(1, &size, type_num, run->data);
-    /* the capsule's pointer must not be NULL and is not used */
-    PyObject *capsule = array != NULL ? PyCapsule_New(self, NULL, view_release) : NULL;
-    if (capsule == NULL || PyCapsule_SetContext(capsule, self) < 0) {
-        Py_XDECREF(capsule);
-        Py_XDECREF(array);
-        return NULL;
-    }
-    Py_INCREF(self);
-    self->views++;
-    if (PyArray_SetBaseObject((PyArrayObject *)array, capsule) < 0) {
-        Py_DECREF(array);
-        return NULL;
-    }
-    return array;
-}
-
 PyDoc_STRVAR(optimizer_state_runs_doc,
              "state_runs(state)\n--\n\nWhat this rank holds of state number `state`: a "
              "list of (tensor, first element of the state's shape, writable array).");
@@ -304,9 +274,9 @@ static PyObject *
 optimizer_state_runs(PyObject *object, PyObject *argument)
 {
     optimizer_object_t *self = checked(object);
-    return self != NULL
-               ? bind_optimizer_state_runs(self->optimizer, argument, make_view, self)
-               : NULL;
+    return self != NULL ? bind_optimizer_state_runs(self->optimizer, argument, object,
+                                                    &self->views)
+                        : NULL;
 }
 
 static PyMethodDef optimizer_methods[] = {
@@ -334,11 +304,5 @@ static PyType_Spec optimizer_spec = {
 int
 bind_shard_optimizer_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &optimizer_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    int result = PyModule_AddObjectRef(module, "ShardOptimizer", type);
-    Py_DECREF(type);
-    return result;
+    return bind_type_add(module, &optimizer_spec, NULL);
 }

@@ -1,9 +1,9 @@
-/* dcp._dcp.Sharded: a sharded model and its steps. Micro-batches come as objects with
- * the attributes of dcp.loader.MicroBatch; their arrays are borrowed while the call
- * runs without the GIL. */
+/* dcp._dcp.Sharded: a sharded model and its steps. Arrays over its memory count as
+ * views until they die, and it cannot be closed before. */
+#include "bind_batch.h"
 #include "bind_optimizer.h"
+#include "bind_view.h"
 
-#include "dcp/alloc.h"
 #include "dcp/train.h"
 
 #include <string.h>
@@ -13,196 +13,8 @@ typedef struct sharded_object {
     PyObject *world;                      /* keeps the communicator alive */
     dcp_pool_t *pool;                     /* the process's, borrowed */
     int32_t views;                        /* arrays that look into the buffers */
-    int32_t state_views;                  /* of these, into the optimizer's state */
+    int32_t state_views;                  /* and into the optimizer's state */
 } sharded_object_t;
-
-/* Micro-batches converted for the core. */
-typedef struct batch_list {
-    dcp_micro_batch_t *batches; /* [count] */
-    PyObject **arrays;          /* [5 * count], references held; some NULL */
-    Py_ssize_t count;
-    dcp_rank_group_t *groups; /* [group_count] */
-    Py_ssize_t group_count;
-} batch_list_t;
-
-enum { ARRAYS_PER_BATCH = 5 };
-
-static void
-batch_list_fini(batch_list_t *list)
-{
-    for (Py_ssize_t i = 0; list->arrays != NULL && i < ARRAYS_PER_BATCH * list->count;
-         i++) {
-        Py_XDECREF(list->arrays[i]);
-    }
-    PyMem_Free(list->arrays);
-    PyMem_Free(list->batches);
-    PyMem_Free(list->groups);
-}
-
-/* The attribute as an array of this type, or NULL: with an exception, or (optional,
- * None) without. */
-static PyArrayObject *
-batch_array(PyObject *object, const char *name, int type_num, npy_intp count,
-            int optional)
-{
-    PyObject *value = PyObject_GetAttrString(object, name);
-    if (value == NULL) {
-        return NULL;
-    }
-    if (optional && value == Py_None) {
-        Py_DECREF(value);
-        return NULL;
-    }
-    PyArrayObject *array = bind_array(value, type_num, 1, name);
-    Py_DECREF(value);
-    if (array != NULL && count >= 0 && PyArray_SIZE(array) != count) {
-        dcp_status_t status =
-            DCP_FAIL(DCP_ERR_ARG, "%s has %lld items, tokens has %lld: they must agree",
-                     name, (long long)PyArray_SIZE(array), (long long)count);
-        Py_DECREF(array);
-        bind_raise(status);
-        return NULL;
-    }
-    return array;
-}
-
-static int
-batch_fill(dcp_batch_t *batch, PyObject **arrays, PyObject *object)
-{
-    PyArrayObject *tokens = batch_array(object, "tokens", NPY_INT32, -1, 0);
-    arrays[0] = (PyObject *)tokens;
-    if (tokens == NULL) {
-        return -1;
-    }
-    npy_intp count = PyArray_SIZE(tokens);
-    PyArrayObject *offsets = batch_array(object, "offsets", NPY_INT64, -1, 0);
-    arrays[1] = (PyObject *)offsets;
-    if (offsets == NULL) {
-        return -1;
-    }
-    PyArrayObject *labels = batch_array(object, "labels", NPY_INT32, count, 0);
-    arrays[2] = (PyObject *)labels;
-    if (labels == NULL) {
-        return -1;
-    }
-    PyArrayObject *weights = batch_array(object, "weights", NPY_FLOAT32, count, 1);
-    arrays[3] = (PyObject *)weights;
-    if (weights == NULL && PyErr_Occurred()) {
-        return -1;
-    }
-    PyArrayObject *row_ids = batch_array(object, "row_ids", NPY_INT64, count, 1);
-    arrays[4] = (PyObject *)row_ids;
-    if (row_ids == NULL && PyErr_Occurred()) {
-        return -1;
-    }
-    if (PyArray_SIZE(offsets) < 1) {
-        bind_raise(DCP_FAIL(DCP_ERR_ARG,
-                            "offsets is empty: it must hold 0 and the end of each "
-                            "sequence"));
-        return -1;
-    }
-    batch->token_count = count;
-    batch->sequence_count = PyArray_SIZE(offsets) - 1;
-    batch->tokens = PyArray_DATA(tokens);
-    batch->offsets = PyArray_DATA(offsets);
-    batch->labels = PyArray_DATA(labels);
-    batch->weights = weights != NULL ? PyArray_DATA(weights) : NULL;
-    batch->row_ids = row_ids != NULL ? PyArray_DATA(row_ids) : NULL;
-    return 0;
-}
-
-/* The attribute, a pair of integers, into `pair`; left alone where there is none. */
-static int
-pair_fill(PyObject *object, const char *name, int32_t *pair)
-{
-    if (!PyObject_HasAttrString(object, name)) {
-        return 0;
-    }
-    PyObject *value = PyObject_GetAttrString(object, name);
-    PyObject *tuple = value != NULL ? PySequence_Tuple(value) : NULL;
-    int result =
-        tuple != NULL && PyArg_ParseTuple(tuple, "ii", &pair[0], &pair[1]) ? 0 : -1;
-    Py_XDECREF(tuple);
-    Py_XDECREF(value);
-    return result;
-}
-
-/* The groups of a step: a sequence of (first rank, count), or None. */
-static int
-groups_init(batch_list_t *list, PyObject *groups)
-{
-    if (groups == Py_None) {
-        return 0;
-    }
-    PyObject *fast = PySequence_Fast(groups, "groups must be a sequence");
-    if (fast == NULL) {
-        return -1;
-    }
-    list->group_count = PySequence_Fast_GET_SIZE(fast);
-    list->groups =
-        PyMem_Calloc((size_t)list->group_count + 1, sizeof(dcp_rank_group_t));
-    int result = 0;
-    if (list->groups == NULL) {
-        PyErr_NoMemory();
-        result = -1;
-    }
-    for (Py_ssize_t i = 0; result == 0 && i < list->group_count; i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(fast, i);
-        result = PyTuple_Check(item)
-                         && PyArg_ParseTuple(item, "ii", &list->groups[i].first,
-                                             &list->groups[i].count)
-                     ? 0
-                     : -1;
-        if (result < 0 && !PyErr_Occurred()) {
-            PyErr_SetString(PyExc_TypeError, "groups must hold (first rank, count)");
-        }
-    }
-    Py_DECREF(fast);
-    return result;
-}
-
-static int
-batch_list_init(batch_list_t *list, PyObject *sequence, PyObject *groups, int32_t rank,
-                double scale, uint64_t dropout_seed)
-{
-    *list = (batch_list_t){0};
-    PyObject *fast = PySequence_Fast(sequence, "micro_batches must be a sequence");
-    if (fast == NULL) {
-        return -1;
-    }
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
-    list->count = count;
-    list->batches = PyMem_Calloc((size_t)count + 1, sizeof(dcp_micro_batch_t));
-    list->arrays =
-        PyMem_Calloc((size_t)(ARRAYS_PER_BATCH * count) + 1, sizeof(PyObject *));
-    if (list->batches == NULL || list->arrays == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(fast, i);
-        dcp_micro_batch_t *micro = &list->batches[i];
-        micro->batch.scale = scale;
-        micro->batch.dropout_seed = dropout_seed;
-        int32_t group[2] = {rank, 1};
-        if (batch_fill(&micro->batch, &list->arrays[ARRAYS_PER_BATCH * i], item) < 0
-            || pair_fill(item, "group", group) < 0
-            || pair_fill(item, "recompute", micro->batch.recompute) < 0) {
-            goto fail;
-        }
-        micro->first_rank = group[0];
-        micro->rank_count = group[1];
-    }
-    if (groups_init(list, groups) < 0) {
-        goto fail;
-    }
-    Py_DECREF(fast);
-    return 0;
-fail:
-    batch_list_fini(list);
-    Py_DECREF(fast);
-    return -1;
-}
 
 static dcp_sharded_t *
 checked(sharded_object_t *self)
@@ -349,11 +161,12 @@ sharded_close(PyObject *object, PyObject *unused)
 {
     (void)unused;
     sharded_object_t *self = (sharded_object_t *)object;
-    if (self->views > 0) {
+    int32_t views = self->views + self->state_views;
+    if (views > 0) {
         return bind_raise(
             DCP_FAIL(DCP_ERR_STATE,
                      "%d arrays still look into this model's buffers: drop them first",
-                     (int)self->views));
+                     (int)views));
     }
     let_go(self);
     Py_RETURN_NONE;
@@ -400,18 +213,18 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, step_part_t p
         return NULL;
     }
     dcp_sharded_t *sharded = checked(self);
-    batch_list_t list;
+    bind_batches_t list;
     if (sharded == NULL
-        || batch_list_init(&list, micro_batches, groups,
-                           dcp_comm_rank(dcp_sharded_comm(sharded)), scale,
-                           dropout_seed)
+        || bind_batches_init(&list, micro_batches, groups,
+                             dcp_comm_rank(dcp_sharded_comm(sharded)), scale,
+                             dropout_seed)
                < 0) {
         return NULL;
     }
     int32_t ranks = dcp_comm_size(dcp_sharded_comm(sharded));
     int64_t *busy_ns = PyMem_Calloc((size_t)ranks, sizeof(int64_t));
     if (busy_ns == NULL) {
-        batch_list_fini(&list);
+        bind_batches_fini(&list);
         return PyErr_NoMemory();
     }
     step.batches = list.batches;
@@ -434,7 +247,7 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, step_part_t p
         BIND_NOGIL(status,
                    dcp_sharded_gradients(sharded, &step, busy_ns, &result.loss));
     }
-    batch_list_fini(&list);
+    bind_batches_fini(&list);
     PyObject *out = NULL;
     if (status != DCP_OK) {
         bind_raise(status);
@@ -502,10 +315,10 @@ sharded_evaluate(PyObject *object, PyObject *args)
         return NULL;
     }
     dcp_sharded_t *sharded = checked(self);
-    batch_list_t list;
+    bind_batches_t list;
     if (sharded == NULL
-        || batch_list_init(&list, micro_batches, groups,
-                           dcp_comm_rank(dcp_sharded_comm(sharded)), scale, 0)
+        || bind_batches_init(&list, micro_batches, groups,
+                             dcp_comm_rank(dcp_sharded_comm(sharded)), scale, 0)
                < 0) {
         return NULL;
     }
@@ -516,7 +329,7 @@ sharded_evaluate(PyObject *object, PyObject *args)
                             .groups = list.groups,
                             .group_count = list.group_count};
     BIND_NOGIL(status, dcp_sharded_evaluate(sharded, &step, &loss));
-    batch_list_fini(&list);
+    bind_batches_fini(&list);
     return status == DCP_OK ? PyFloat_FromDouble(loss) : bind_raise(status);
 }
 
@@ -538,60 +351,6 @@ sharded_publish(PyObject *object, PyObject *unused)
         return bind_raise(status);
     }
     Py_RETURN_NONE;
-}
-
-/* An array over buffer memory counts as a view until it dies: a capsule as its base
- * says so. */
-static void
-view_release(PyObject *capsule)
-{
-    sharded_object_t *self = PyCapsule_GetContext(capsule);
-    self->views--;
-    Py_DECREF(self);
-}
-
-static void
-state_view_release(PyObject *capsule)
-{
-    sharded_object_t *self = PyCapsule_GetContext(capsule);
-    self->state_views--;
-    view_release(capsule);
-}
-
-static PyObject *
-make_view_of(sharded_object_t *self, void *data, int type_num, int dim_count,
-             npy_intp *shape, int writable, int state)
-{
-    PyObject *array = PyArray_SimpleNewFromData(dim_count, shape, type_num, data);
-    /* the capsule's pointer must not be NULL and is not used */
-    PyObject *capsule =
-        array != NULL
-            ? PyCapsule_New(self, NULL, state ? state_view_release : view_release)
-            : NULL;
-    if (capsule == NULL || PyCapsule_SetContext(capsule, self) < 0) {
-        Py_XDECREF(capsule);
-        Py_XDECREF(array);
-        return NULL;
-    }
-    Py_INCREF(self);
-    self->views++;
-    self->state_views += state;
-    if (PyArray_SetBaseObject((PyArrayObject *)array, capsule)
-        < 0) { /* takes the capsule */
-        Py_DECREF(array);
-        return NULL;
-    }
-    if (!writable) {
-        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
-    }
-    return array;
-}
-
-static PyObject *
-make_view(sharded_object_t *self, float *data, int dim_count, npy_intp *shape,
-          int writable)
-{
-    return make_view_of(self, data, NPY_FLOAT32, dim_count, shape, writable, 0);
 }
 
 static const dcp_dbuffer_t *
@@ -642,7 +401,8 @@ sharded_tensor_view(PyObject *object, PyObject *args)
                                    "its shard alone: gather the runs of all ranks",
                                    tensor->name));
     }
-    return make_view(self, data, tensor->dim_count, shape, 0);
+    return bind_view(object, &self->views, data, NPY_FLOAT32, tensor->dim_count, shape,
+                     0);
 }
 
 PyDoc_STRVAR(sharded_runs_doc, "runs(kind)\n--\n\nThis rank's shard: a list of (tensor "
@@ -666,18 +426,14 @@ sharded_runs(PyObject *object, PyObject *argument)
     dcp_dbuffer_layout_runs(dcp_sharded_layout(self->sharded),
                             dcp_comm_rank(dcp_sharded_comm(self->sharded)), &runs,
                             &count);
-    PyObject *list = PyList_New(0);
+    PyObject *list = PyList_New(count);
     for (int64_t i = 0; list != NULL && i < count; i++) {
-        npy_intp size = runs[i].count;
         PyObject *view =
-            make_view(self, dcp_dbuffer_run_data(buffer, &runs[i]), 1, &size, 1);
-        PyObject *item = view != NULL ? Py_BuildValue("LLN", (long long)runs[i].tensor,
-                                                      (long long)runs[i].first, view)
-                                      : NULL;
-        if (item == NULL || PyList_Append(list, item) < 0) {
+            bind_run_view(object, &self->views, dcp_dbuffer_run_data(buffer, &runs[i]),
+                          NPY_FLOAT32, runs[i].count);
+        if (bind_run_set(list, i, runs[i].tensor, runs[i].first, view) < 0) {
             Py_CLEAR(list);
         }
-        Py_XDECREF(item);
     }
     return list;
 }
@@ -771,13 +527,6 @@ sharded_states(PyObject *object, PyObject *unused)
                                  dcp_sharded_tensor_count(sharded));
 }
 
-static PyObject *
-make_state_view(void *owner, const dcp_state_run_t *run, int type_num)
-{
-    npy_intp size = run->count;
-    return make_view_of(owner, run->data, type_num, 1, &size, 1, 1);
-}
-
 PyDoc_STRVAR(sharded_state_runs_doc,
              "state_runs(state)\n--\n\nWhat this rank holds of state number `state`: a "
              "list of (tensor index, first element of the state's shape, writable "
@@ -786,56 +535,13 @@ PyDoc_STRVAR(sharded_state_runs_doc,
 static PyObject *
 sharded_state_runs(PyObject *object, PyObject *argument)
 {
-    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    sharded_object_t *self = (sharded_object_t *)object;
+    dcp_sharded_t *sharded = checked(self);
     return sharded != NULL
                ? bind_optimizer_state_runs(dcp_sharded_optimizer(sharded), argument,
-                                           make_state_view, object)
+                                           object, &self->state_views)
                : NULL;
 }
-
-PyDoc_STRVAR(
-    optimizer_bytes_doc,
-    "optimizer_bytes(config, rules, *, ranks, block_rows, no_windows)\n--\n\n"
-    "Most bytes of the optimizer's state and scratch that any rank would hold.");
-
-static PyObject *
-optimizer_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    (void)module;
-    static char *names[] = {"config",     "rules",      "ranks",
-                            "block_rows", "no_windows", NULL};
-    PyObject *mapping, *sequence;
-    int ranks = 1, no_windows = 0;
-    long long block_rows = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$iLp", names, &mapping,
-                                     &sequence, &ranks, &block_rows, &no_windows)) {
-        return NULL;
-    }
-    dcp_transformer1d_config_t config;
-    if (bind_transformer1d_config(mapping, &config) < 0) {
-        return NULL;
-    }
-    dcp_status_t status = dcp_transformer1d_check(&config);
-    if (status != DCP_OK) {
-        return bind_raise(status);
-    }
-    dcp_optimizer_rule_t *rules =
-        bind_optimizer_rules(sequence, dcp_model_tensor_count(&config));
-    if (rules == NULL) {
-        return NULL;
-    }
-    int64_t bytes = 0;
-    BIND_NOGIL(status, dcp_sharded_optimizer_bytes(&config, rules, ranks, block_rows,
-                                                   no_windows, &bytes));
-    PyMem_Free(rules);
-    return status == DCP_OK ? PyLong_FromLongLong(bytes) : bind_raise(status);
-}
-
-static PyMethodDef step_functions[] = {
-    {"optimizer_bytes", (PyCFunction)(void (*)(void))optimizer_bytes,
-     METH_VARARGS | METH_KEYWORDS, optimizer_bytes_doc},
-    {NULL, NULL, 0, NULL},
-};
 
 static PyMethodDef sharded_methods[] = {
     {"step", (PyCFunction)(void (*)(void))sharded_step, METH_VARARGS | METH_KEYWORDS,
@@ -872,12 +578,7 @@ static PyType_Spec sharded_spec = {
 int
 bind_step_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &sharded_spec, NULL);
-    if (type == NULL || PyModule_AddFunctions(module, step_functions) < 0) {
-        Py_XDECREF(type);
-        return -1;
-    }
-    int result = PyModule_AddObjectRef(module, "Sharded", type);
-    Py_DECREF(type);
-    return result;
+    return bind_optimizer_register(module) < 0
+               ? -1
+               : bind_type_add(module, &sharded_spec, NULL);
 }

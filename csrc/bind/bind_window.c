@@ -133,10 +133,5 @@ static PyType_Spec window_spec = {
 int
 bind_window_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &window_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    window_type = (PyTypeObject *)type;
-    return PyModule_AddObjectRef(module, "Window", type);
+    return bind_type_add(module, &window_spec, &window_type);
 }

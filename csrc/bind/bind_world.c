@@ -614,17 +614,9 @@ static PyMethodDef functions[] = {
 int
 bind_world_register(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &world_spec, NULL);
-    if (type == NULL) {
-        return -1;
-    }
-    world_type = (PyTypeObject *)type;
     dcp_comm_set_interrupt(poll_signals);
-    if (PyModule_AddFunctions(module, functions) < 0) {
-        return -1;
-    }
-    if (bind_window_register(module) < 0) {
-        return -1;
-    }
-    return PyModule_AddObjectRef(module, "World", type);
+    return bind_type_add(module, &world_spec, &world_type) < 0
+                   || PyModule_AddFunctions(module, functions) < 0
+               ? -1
+               : bind_window_register(module);
 }

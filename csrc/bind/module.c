@@ -403,6 +403,22 @@ module_account_memory(PyObject *module, PyObject *argument)
     Py_RETURN_NONE;
 }
 
+int
+bind_type_add(PyObject *module, PyType_Spec *spec, PyTypeObject **type_p)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL) {
+        return -1;
+    }
+    int result = PyModule_AddType(module, (PyTypeObject *)type);
+    if (type_p != NULL && result == 0) {
+        *type_p = (PyTypeObject *)type;
+    } else {
+        Py_DECREF(type);
+    }
+    return result;
+}
+
 static PyMethodDef module_methods[] = {
     {"set_num_threads", module_set_num_threads, METH_O, set_num_threads_doc},
     {"set_isa", module_set_isa, METH_O,
