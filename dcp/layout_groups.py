@@ -405,6 +405,23 @@ def _groups_of(
     return group_tensors(entries, by=by, tied=tied)
 
 
+def split_group(
+    shapes: dict[str, tuple[int, ...]], blocks: dict[str, int], *, ranks: int, order: str
+) -> list[list[str]]:
+    """Names of the tensors of each buffer of one group, as `plan_groups` would split it.
+
+    Examples
+    --------
+    >>> shapes = {"a": (1920, 48), "b": (1920, 112), "norm": (112,)}
+    >>> split_group(shapes, {"a": 48, "b": 112, "norm": 1}, ranks=64, order="model")
+    [['b', 'norm'], ['a']]
+    >>> split_group(shapes, {"a": 48, "b": 112, "norm": 1}, ranks=2, order="model")
+    [['a', 'b', 'norm']]
+    """
+    layouts = _Planner(ranks, order, unit_of(1, 16)).plan(shapes, blocks, {}, SPLIT_ABOVE)
+    return [list(layout.shapes) for layout, _ in layouts]
+
+
 Part = tuple[Layout, tuple[int, ...]]  # and lengths of its rows
 
 

@@ -2,7 +2,8 @@
 
 The model of the world: every rank owns a shard of each tensor, cut at block borders only, and its
 optimizer state. Tensors belong to groups (a layer, say); a group lies in one buffer, so that one
-collective gathers or sums it, whatever the number of tensors in it.
+collective gathers or sums it, whatever the number of tensors in it - or in one buffer a row length
+where together they would pad much (`dcp.layout.plan_groups`).
 
 ==============  ===================================  ==========================================
                 `windows` (ranks of one machine)     without
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from dcp import _dcp
 from dcp.checkpoint import Run
+from dcp.layout import ORDERS
 from dcp.sharded_part import DEMAND, SHARD, SHARED, Part
 from dcp.tensor_list import Init, Tensor, group_tensors, match, read_tensors, resolve_ties
 
@@ -42,7 +44,6 @@ __all__ = ["ShardedTensors", "UpdateResult"]
 
 FloatArray = NDArray[np.float32]
 _COMPUTE = ("float32", "bfloat16")
-_ORDERS = ("model", "shape", "size", "search")  # dcp_layout_order_t
 _ALL = -1
 _LARGEST = 2**63 // 8  # elements of a tensor, so that bytes of a buffer can be counted
 
@@ -84,8 +85,9 @@ class ShardedTensors:
         (``model.layers.3``), tensors between layers together; as many as fit this number of fp32
         bytes; or lists of names or ``*`` patterns that cover all.
     block_rows : int, "whole" or mapping
-        Rows (of the last dimension) that stay on one rank, >= 1, or "whole" for the whole tensor;
-        a mapping of names or ``*`` patterns to these: the first that fits counts, else 1.
+        Rows (of the last dimension) that stay on one rank, >= 1, "whole" for the whole tensor, or a
+        row-major `dcp.layout.Tile`; a mapping of names or ``*`` patterns to these: the first that
+        fits counts, else 1.
     order : {"model", "shape", "size", "search"}
         Order of tensors inside a group, see `dcp.plan_layout`.
     compute_dtype : {"float32", "bfloat16"}
@@ -168,8 +170,8 @@ class ShardedTensors:
             )
         if reduce not in ("step", "layer"):
             raise _dcp.ArgumentError(f'reduce = {reduce!r} must be "step" or "layer"')
-        if order not in _ORDERS:
-            raise _dcp.ArgumentError(f"order = {order!r} must be one of {', '.join(_ORDERS)}")
+        if order not in ORDERS:
+            raise _dcp.ArgumentError(f"order = {order!r} must be one of {', '.join(ORDERS)}")
         if not isinstance(replicas, int) or replicas < 1 or world.size % replicas:
             raise _dcp.ArgumentError(
                 f"replicas = {replicas} must be at least 1 and divide the {world.size} ranks"
@@ -177,7 +179,7 @@ class ShardedTensors:
         self.world = world
         self.compute_dtype, self.windows, self.reduce_mode = compute_dtype, bool(windows), reduce
         self.replicas = replicas
-        self._order = _ORDERS.index(order)
+        self.order = order
         given = read_tensors(tensors, block_rows, _LARGEST)
         names = [tensor.name for tensor in given]
         self._left_alone = match(names, ignored, "ignored")
@@ -198,7 +200,7 @@ class ShardedTensors:
         self._fresh: set[int] = set()  # gathered since the weights changed
         self._in_use: set[int] = set()  # gathered and not released
         self._reduced = False
-        self._touched: set[int] = set()
+        self._touched: set[int] = set()  # buffers of gradients that hold some
         self._gather_order: list[int] = []
         self._next, self._depth = 0, 0
         self._pending: deque[int] = deque()
@@ -221,7 +223,7 @@ class ShardedTensors:
             [[t.name, t.shape, t.group, t.block, t.name in self._frozen] for t in given],
             sorted(self._ties.items()),
             sorted(self._left_alone),
-            [self.compute_dtype, self.windows, self.reduce_mode, self.replicas, self._order],
+            [self.compute_dtype, self.windows, self.reduce_mode, self.replicas, self.order],
         ]
         digest = hashlib.sha256(json.dumps(settings).encode()).digest()
         hashes = self.world.allgatherv(np.frombuffer(digest, np.uint8).copy()).reshape(-1, 32)
@@ -324,8 +326,9 @@ class ShardedTensors:
             self._gather_ahead(number)
         elif number not in self._fresh:
             for part in self._parts:
-                if number in part.groups and part.whole is not self._shared_weights(part):
-                    part.whole.gather(part.groups[number], part.source)
+                if part.whole is not self._shared_weights(part):
+                    for buffer in part.groups.get(number, ()):
+                        part.whole.gather(buffer, part.source)
             self._fresh.add(number)
         self._in_use.add(number)
         return self._views(number)
@@ -356,8 +359,8 @@ class ShardedTensors:
         self._fresh.discard(number)
         self._in_use.discard(number)
         for part in self._parts:
-            if number in part.groups:
-                part.whole.release(part.groups[number])
+            for buffer in part.groups.get(number, ()):
+                part.whole.release(buffer)
 
     def prefetch(self, order: Sequence[str | int], *, depth: int = 1) -> None:
         """Declare the order in which groups will be gathered, and gather ahead. Collective.
@@ -378,7 +381,7 @@ class ShardedTensors:
         if self.windows:
             return
         for part in self._parts:
-            mine = [part.groups[g] for g in numbers if g in part.groups]
+            mine = [buffer for g in numbers for buffer in part.groups.get(g, ())]
             part.whole.gather_order(np.array(mine, np.int32), part.source)
         self._gather_order, self._depth, self._next = numbers, depth, 0
         self._pending.clear()
@@ -387,8 +390,8 @@ class ShardedTensors:
     def _begin_next(self) -> None:
         number = self._gather_order[self._next]
         for part in self._parts:
-            if number in part.groups:
-                part.whole.gather_begin(part.groups[number])
+            for buffer in part.groups.get(number, ()):
+                part.whole.gather_begin(buffer)
         self._pending.append(number)
         self._next += 1
 
@@ -414,8 +417,8 @@ class ShardedTensors:
                 break  # its memory is in use, and given back before
             self._begin_next()
         for part in self._parts:
-            if number in part.groups:
-                part.whole.gather_wait(part.groups[number])
+            for buffer in part.groups.get(number, ()):
+                part.whole.gather_wait(buffer)
 
     def _restart(self) -> None:
         """The weights change: what is on its way is of no use."""
@@ -467,9 +470,9 @@ class ShardedTensors:
             )
         part = self._trained
         if self.reduce_mode == "layer":
-            group = part.groups[part.tensors[part.index[stored]].group]
-            part.gradients.acquire(group)
-            self._touched.add(group)
+            buffer = part.buffer_of[stored]
+            part.gradients.acquire(buffer)
+            self._touched.add(buffer)
         return part.view(part.gradients, stored, True)
 
     def add_gradient(self, name: str, gradient: Any) -> None:
@@ -504,27 +507,26 @@ class ShardedTensors:
     def _reduce_groups(self, group: str | int | None) -> None:
         part = self._trained
         if group is None:
-            used = np.zeros(len(part.groups) + 1, np.int32)
+            used = np.zeros(len(part.tensors) + 1, np.int32)  # by buffer
             used[list(self._touched)] = 1
             used = self.world.allreduce(used, "max")
-            groups = np.flatnonzero(used[:-1]).tolist()
+            buffers = np.flatnonzero(used).tolist()
         else:
-            number = self._group(group)
-            groups = [part.groups[number]] if number in part.groups else []
-        for g in groups:
-            part.gradients.acquire(g)  # zeros, where this rank did not use the group
-            part.gradients.reduce(g)
-            part.sums.add(g, 1.0, part.gradients)
-            part.gradients.release(g)
-            self._touched.discard(g)
+            buffers = part.groups.get(self._group(group), [])
+        for buffer in buffers:
+            part.gradients.acquire(buffer)  # zeros, where this rank did not use it
+            part.gradients.reduce(buffer)
+            part.sums.add(buffer, 1.0, part.gradients)
+            part.gradients.release(buffer)
+            self._touched.discard(buffer)
         self._reduced = True
 
     def zero_gradients(self) -> None:
         """Set all gradients to 0, the reduced ones too; `step` does it."""
         for buffer in {id(b): b for b in (self._trained.gradients, self._trained.sums)}.values():
             buffer.zero()
-        for group in sorted(self._touched):
-            self._trained.gradients.release(group)
+        for buffer in sorted(self._touched):
+            self._trained.gradients.release(buffer)
         self._touched.clear()
         self._reduced = False
 

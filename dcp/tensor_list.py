@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcp import _dcp
+from dcp.layout_blocks import Tile, block_of
 from dcp.optim_base import EIGHT_BIT_BLOCK, EIGHT_BIT_LEAST
 
 __all__ = ["Init", "Tensor", "group_tensors", "match", "read_tensors", "resolve_ties"]
@@ -123,6 +124,13 @@ def _block(tensor: Tensor, rows: Any) -> int:
     """Elements of a block of this many rows; 0: the default, one row."""
     if rows == "whole":
         return max(1, math.prod(tensor.shape))
+    if isinstance(rows, Tile):
+        if rows.order == "block":
+            raise _dcp.UnsupportedError(
+                f"block_rows of {tensor.name!r}: {rows!r} stores a tensor tile by tile, whose rows "
+                'optimizers could not find; use order="row"'
+            )
+        return block_of(tensor.name, tensor.shape, rows)
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise _dcp.ArgumentError(
             f'block_rows = {rows!r} of {tensor.name!r} must be an integer >= 1 or "whole"'
