@@ -113,19 +113,6 @@ def run_ours(path: Path) -> tuple[dict[str, Any], int]:
     return json.loads(weighed.output.splitlines()[-1]), weighed.peak_bytes
 
 
-def run_peer(path: Path) -> tuple[dict[str, Any], int]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    for attempt in range(3):  # torchrun sometimes fails after the run
-        try:
-            weighed = process_tree.run([*command, str(PEER), str(path)])
-            break
-        except RuntimeError:
-            if attempt == 2:
-                raise
-    line = next(x for x in reversed(weighed.output.splitlines()) if x.startswith("{"))
-    return json.loads(line), weighed.peak_bytes
-
-
 MODES = {
     "windows": {"windows": True, "reduce": "step"},
     "messages": {"windows": False, "reduce": "step"},
@@ -148,7 +135,7 @@ def test_step(shape: str, dtype: str, benchmark: Any, tmp_path: Path) -> None:
         for name, path in paths.items():
             runs[name].append(run_ours(path))
         if has_torch:
-            runs["fsdp2"].append(run_peer(paths["messages"]))
+            runs["fsdp2"].append(process_tree.torchrun(RANKS, str(PEER), str(paths["messages"])))
 
     benchmark.pedantic(one_round, rounds=ROUNDS, iterations=1)
     first = runs["windows"][0][0]["first"]

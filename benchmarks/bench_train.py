@@ -92,18 +92,8 @@ def write_for_peer(folder: Path, config: dcp.Transformer1D, steps: int) -> None:
 
 
 def run_peer(folder: Path, mode: str, dtype: str) -> tuple[dict, int]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    for attempt in range(3):  # torchrun sometimes fails after the run
-        try:
-            weighed = process_tree.run(
-                [*command, str(PEER), str(folder), "--mode", mode, "--dtype", dtype]
-            )
-            break
-        except RuntimeError:
-            if attempt == 2:
-                raise
-    line = next(x for x in reversed(weighed.output.splitlines()) if x.startswith("{"))
-    return json.loads(line), weighed.peak_bytes
+    arguments = (str(PEER), str(folder), "--mode", mode, "--dtype", dtype)
+    return process_tree.torchrun(RANKS, *arguments)
 
 
 def run_ours(config: dcp.Transformer1D, steps: int) -> tuple[dict, int]:

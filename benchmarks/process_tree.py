@@ -7,12 +7,14 @@ sampled, so a peak shorter than the interval can be missed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 INTERVAL_S = 0.1
 
@@ -46,8 +48,13 @@ def proportional_bytes(pid: int) -> int:
     return 0
 
 
-def run(command: Sequence[str], **options: object) -> Weighed:
-    """Run to the end; a failure raises with the last lines of what it said."""
+def run(
+    command: Sequence[str], done: Callable[[str], bool] | None = None, **options: object
+) -> Weighed:
+    """Run to the end; a failure raises with the last lines of what it said.
+
+    Output that is `done` counts, whatever the exit code: torchrun sometimes dies after the run.
+    """
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, **options)  # type: ignore[call-overload]
@@ -57,7 +64,19 @@ def run(command: Sequence[str], **options: object) -> Weighed:
         seconds = time.perf_counter() - start
         out.seek(0)
         err.seek(0)
-        if process.returncode:
+        output = out.read()
+        if process.returncode and not (done is not None and done(output)):
             tail = err.read()[-2000:]
             raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}\n{tail}")
-        return Weighed(out.read(), seconds, peak)
+        return Weighed(output, seconds, peak)
+
+
+def torchrun(ranks: int, *arguments: str) -> tuple[dict[str, Any], int]:
+    """The last line of JSON that a script under torchrun printed, and its peak memory."""
+
+    def documents(output: str) -> list[str]:
+        return [line for line in output.splitlines() if line.startswith("{")]
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    weighed = run([*command, *arguments], done=lambda output: bool(documents(output)))
+    return json.loads(documents(weighed.output)[-1]), weighed.peak_bytes
