@@ -164,26 +164,6 @@ dcp_dbuffer_gather(dcp_dbuffer_t *buffer, int32_t group, float *full)
 }
 
 dcp_status_t
-dcp_dbuffer_gather_bf16(dcp_dbuffer_t *buffer, int32_t group, uint16_t *full)
-{
-    DCP_TRY(check_shards(buffer));
-    /* rounded straight into this rank's place of the whole: no copy in between */
-    int64_t shard = buffer->layout->shards[group];
-    const float *slice = dcp_dbuffer_slice(buffer, group);
-    uint16_t *own = full + buffer->rank * shard;
-    DCP_TRY(dcp_cpu_cast(
-        buffer->inline_pool,
-        &(dcp_cast_args_t){
-            .count = shard, .from = DCP_F32, .to = DCP_BF16, .x = slice, .out = own}));
-    DCP_TRY(dcp_comm_allgatherv(buffer->comm, own, dbuffer_group_counts(buffer, group),
-                                full, DCP_BF16));
-    buffer->traffic.gather_count++;
-    buffer->traffic.moved_bytes +=
-        (buffer->rank_count - 1) * shard * dcp_dtype_bytes(DCP_BF16);
-    return DCP_OK;
-}
-
-dcp_status_t
 dbuffer_check_source(const dcp_dbuffer_t *whole, const dcp_dbuffer_t *from)
 {
     if (from == NULL || from == whole) {

@@ -136,9 +136,6 @@ dcp_status_t dcp_dbuffer_reduce_one(dcp_dbuffer_t *buffer, dcp_pool_t *pool,
                                     int32_t group);
 /* SHARD: full [m x S] gets the slices of all ranks. Collective. */
 dcp_status_t dcp_dbuffer_gather(dcp_dbuffer_t *buffer, int32_t group, float *full);
-/* The same rounded to bf16 (nearest even): half the bytes. */
-dcp_status_t dcp_dbuffer_gather_bf16(dcp_dbuffer_t *buffer, int32_t group,
-                                     uint16_t *full);
 /* Sums full [m x S] over ranks, in rank order, by messages; this rank's slice of full
  * gets its part of the sum, the rest stays. Any kind. Collective. */
 dcp_status_t dcp_dbuffer_reduce_group(dcp_dbuffer_t *buffer, int32_t group,
