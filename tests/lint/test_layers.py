@@ -40,10 +40,23 @@ CORE_FILES = [path for path in C_FILES if path.is_relative_to(CSRC)]
 # Header of include/dcp -> the folder it belongs to.
 HEADER_LAYER = {
     **dict.fromkeys(
-        ("status", "alloc", "log", "rng", "clock", "threads", "dtype", "base", "recompute"), "base"
+        (
+            "status",
+            "alloc",
+            "log",
+            "rng",
+            "clock",
+            "threads",
+            "dtype",
+            "base",
+            "recompute",
+            "precision",
+        ),
+        "base",
     ),
     **dict.fromkeys(("ops", "kernels", "device", "isa"), "kernels"),
     "comm": "comm",
+    "reducer": "comm",
     "shard": "shard",
     "dbuffer": "dbuffer",
     "placement": "shard",
@@ -57,6 +70,9 @@ HEADER_LAYER = {
     "step": "train",
     "executor": "train",
     "sim": "sim",
+    "network": "sim",
+    "time_to_loss": "sim",
+    "link_model": "sim",
     "control": "control",
 }
 
@@ -68,14 +84,14 @@ DBUFFER = ("dbuffer", "exact_sum", "redistribute")
 MAY_INCLUDE: dict[str, set[str]] = {
     "base": set(),
     "kernels": set(),
-    "comm": set(),
+    "comm": {"kernels"},
     "plan": set(),
     "shard": set(),
     "dbuffer": {"shard", "comm", "kernels"},
     "model": {"kernels"},
     "optim": {"kernels", "comm", "shard", "dbuffer"},
-    "train": {"kernels", "comm", "shard", "plan", "dbuffer", "model", "optim"},
-    "sim": {"plan", "control"},
+    "train": {"kernels", "comm", "shard", "plan", "dbuffer", "model", "optim", "control"},
+    "sim": {"plan", "control", "comm"},
     "control": {"plan"},
 }
 

@@ -115,6 +115,38 @@ dcp_status_t dcp_comm_split(dcp_comm_t *comm, int32_t color, int32_t key,
  * return ERR_ABORTED with this text. Not collective. */
 void dcp_comm_abort(dcp_comm_t *comm, const char *text);
 
+/* What has gone through a communicator on this rank since it was made: collectives and
+ * groups of messages, not windows. */
+typedef struct dcp_comm_traffic {
+    int64_t call_count;
+    int64_t received_bytes; /* of other ranks, data only */
+    int64_t wait_ns;        /* until all that take part had come */
+    int64_t move_ns;        /* from then on */
+} dcp_comm_traffic_t;
+dcp_comm_traffic_t dcp_comm_traffic(const dcp_comm_t *comm);
+
+/* How long data takes between ranks, as a model says (the network simulator's,
+ * sim/link_model.c). All ranks ask for the same transfers of the world in the same
+ * order, so each has a model of its own that says the same. */
+typedef struct dcp_link_ops {
+    /* When a transfer that begins at start_ns (dcp_clock_ns) is done. bytes[from * size
+     * + to] between ranks of the world. `shared` 1: every rank of the world asks for
+     * this one, and traffic of others reacts to it; 0: only some do, and nothing is
+     * changed.
+     */
+    dcp_status_t (*transfer)(void *context, int64_t start_ns, const int64_t *bytes,
+                             int32_t size, int32_t shared, int64_t *end_ns_p);
+    void (*destroy)(void *context);
+    void *context;
+} dcp_link_ops_t;
+
+/* Wraps a communicator: data moves through `inner`, then every call waits until the
+ * link says that it is done. No windows: window_create is ERR_UNSUPPORTED. Takes over
+ * inner and the link, which go with *comm_p; on failure they stay the caller's.
+ * Collective. */
+dcp_status_t dcp_comm_create_emulated(dcp_comm_t *inner, const dcp_link_ops_t *link,
+                                      dcp_comm_t **comm_p);
+
 /* Memory that peers may read (and, by agreement, write) in place. Each rank brings
  * `bytes` >= 0 of its own, zero-filled, page-aligned; pages take memory when first
  * touched, but are reserved at creation, so that a full memory is an error here and

@@ -12,6 +12,7 @@
 #define DCP_OPS_H
 
 #include "dcp/dtype.h"
+#include "dcp/precision.h"
 
 #include <stdint.h>
 
@@ -307,6 +308,61 @@ typedef struct dcp_row_squares_args {
     const float *x; /* dense */
     double *out;    /* [rows] */
 } dcp_row_squares_args_t;
+
+/* Codes of x (or of x + residual) in a precision, for a message (precision.h). Blocks
+ * start at x[0], every DCP_PRECISION_BLOCK elements. The scale of a block is its
+ * largest absolute value over the largest code; a block of zeros has scale 0 and
+ * decodes to zeros; a block with a value that is not finite has scale NaN and decodes
+ * to NaN, and its residual stays as it was. Integers and fp8 are rounded
+ * stochastically, unbiased, with 8 random bits an element that depend on (seed, stream,
+ * element) alone; bf16 always to nearest even. Bits do not depend on threads or on the
+ * instruction set. */
+typedef struct dcp_quantise_args {
+    int64_t count;
+    const float *x;  /* [count] */
+    float *residual; /* [count] added to x first; gets what the codes leave of the sum;
+                        NULL: none */
+    void *codes;     /* dcp_precision_bytes; NULL: only `squares` is wanted */
+    dcp_precision_t precision;
+    int32_t hadamard; /* 1: each block is rotated first: signs by (seed, element within
+                         its block), then Walsh-Hadamard, orthonormal; a short block in
+                         pieces of powers of two. Residual and error are of the original
+                         coordinates. Not for fp32 and bf16, where it changes nothing */
+    int32_t nearest;  /* 1: to nearest instead, ties to even */
+    uint64_t seed;    /* of the run */
+    uint64_t stream;  /* of who sends when: step and rank */
+    int64_t first; /* number of x[0], any: elements of one stream must differ in it */
+    const float *weights; /* [blocks] weight of a block in `squares`; NULL: 1 */
+    double *squares; /* [2] adds the sum of squares of what was to be sent, and of what
+                        codes leave of it; NULL: not wanted. In a fixed order */
+} dcp_quantise_args_t;
+
+/* out = what a message holds, or out += it. */
+typedef struct dcp_dequantise_args {
+    int64_t count;
+    const void *codes;
+    dcp_precision_t precision;
+    int32_t hadamard, accumulate;
+    uint64_t seed; /* as it was quantised with */
+    float *out;    /* [count] */
+} dcp_dequantise_args_t;
+
+/* A linear sketch: sums[b] += sum over elements i of bucket b of sign(i) w(i) x(i),
+ * with signs by (seed, first + i): the squared length of the sums estimates that of w x
+ * without bias, and the sketch of a difference is the difference of sketches. Buckets
+ * by (first + i) % DCP_SKETCH_BUCKETS, so that parts of a buffer may be sketched apart.
+ * A value that is not finite makes a sum so. Fixed order: fp32 within a short run,
+ * fp64 across. */
+enum { DCP_SKETCH_BUCKETS = 1024 };
+typedef struct dcp_sketch_args {
+    int64_t count;
+    const float *x;       /* [count] */
+    const float *weights; /* [blocks of DCP_PRECISION_BLOCK elements from x[0] on]
+                             factor of a block; NULL: 1 */
+    uint64_t seed;
+    int64_t first; /* number of x[0]: a multiple of 16 */
+    double *sums;  /* [DCP_SKETCH_BUCKETS] */
+} dcp_sketch_args_t;
 
 /* All operations, for tables of them. */
 #define DCP_OP_MAP(X)     \

@@ -21,6 +21,7 @@
 #define DCP_TRAIN_H
 
 #include "dcp/comm.h"
+#include "dcp/control.h"
 #include "dcp/dbuffer.h"
 #include "dcp/model.h"
 #include "dcp/optim.h"
@@ -55,6 +56,11 @@ typedef struct dcp_sharded_options {
                              backward pass ends, into shards; all ranks run equally many
                              micro-batches. 0: once a step, from full buffers */
     dcp_sequence_kind_t sequence_kind;
+    int32_t gather_step; /* with no_windows, 1: what is gathered stays until the weights
+                            change: once a step instead of twice a pass, for memory of a
+                            whole copy. Not with prefetch */
+    int32_t machine_ranks; /* ranks of one machine, in a row: quantised sums have two
+                              levels; 0 or 1: one */
     int32_t prefetch; /* with no_windows, 1: the next group of a pass is gathered, by a
                          thread into a place of its own, while the pass computes in the
                          present one. 0: when the pass enters it */
@@ -94,6 +100,14 @@ typedef struct dcp_step_args {
     double lr;               /* of this step */
     int32_t skip_nonfinite;  /* 1: a step whose loss or norm is not finite changes
                                 nothing; 0: ERR_NUMERIC */
+    /* How gradients travel (reducer.h); must agree. Others than FP32 need gradients
+     * that are reduced once a step. */
+    dcp_precision_t precision;
+    int32_t hadamard, nearest;
+    int32_t feedback; /* 1: what codes leave out is kept for the next step. Memory: 4
+                         bytes a parameter on every rank, taken at first use */
+    uint64_t quantise_seed; /* of the run */
+    int32_t statistics;     /* 1: measure what an observation needs (statistics.c) */
 } dcp_step_args_t;
 
 typedef struct dcp_step_result {
@@ -103,6 +117,10 @@ typedef struct dcp_step_result {
     int32_t skipped;  /* nothing was changed */
     /* Received of other ranks: weights to gather them, gradients to sum them. */
     int64_t gathered_bytes, reduced_bytes;
+    int64_t reduce_count;          /* reductions of the step: 1 unless reduce_layer */
+    int64_t statistics_ns;         /* what measuring cost this rank */
+    dcp_observation_t observation; /* with args.statistics; the caller knows the arm's
+                                      multiple and the whole step's time */
 } dcp_step_result_t;
 
 /* Collective. Borrows comm, device and pool until destroyed. */
@@ -156,6 +174,21 @@ dcp_status_t dcp_sharded_evaluate(dcp_sharded_t *sharded, const dcp_step_args_t 
 
 /* The weights were written from outside: collective, publishes them. */
 dcp_status_t dcp_sharded_publish(dcp_sharded_t *sharded);
+
+/* What quantising left out so far, in the gradients' layout: each rank its own whole
+ * buffer; NULL before the first step with feedback. dcp_sharded_need_residual makes it
+ * (collective), zero. */
+const dcp_dbuffer_t *dcp_sharded_residual(const dcp_sharded_t *sharded);
+dcp_status_t dcp_sharded_need_residual(dcp_sharded_t *sharded);
+
+/* The world that a controller sees (control.h): observe gives the latest step's
+ * observation, completed by the caller's numbers; apply broadcasts rank 0's decision;
+ * codec times are calibrated on the model's own sizes at the first call, by rank 0.
+ * Borrowed from sharded. */
+dcp_status_t dcp_sharded_control_world(dcp_sharded_t *sharded,
+                                       dcp_control_world_t *world_p);
+/* Before dcp_controller_step: the arm of the step, the whole step's seconds. */
+void dcp_sharded_note_step(dcp_sharded_t *sharded, dcp_arm_t arm, double step_s);
 
 /* NULL where options.forward_only left it out. */
 const dcp_dbuffer_t *dcp_sharded_buffer(const dcp_sharded_t *sharded,
