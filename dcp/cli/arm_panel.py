@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["ControlView", "arm_text", "bandwidth_text", "reason_text"]
 
 HISTORY = 40  # steps of the strip of arms
+WIDTH = 80  # of the panel: a fixed one does not jump
 # bits of `reasons` (csrc/include/dcp/control.h), what a person reads
 _REASONS = {
     1: "first choice",
@@ -90,7 +91,7 @@ class ControlView:
     ...            "decision": {"arm": arm, "changed": 1, "reasons": 2, "bandwidth": 1e6,
     ...                         "noise_tokens": None, "predicted_s": 0.4}})
     >>> view.change_line()
-    'step 4: int8 x 2 (promises less time to the target; bandwidth 8.0 Mbit/s)'
+    'step 5: int8 x 2 (promises less time to the target; bandwidth 8.0 Mbit/s)'
     """
 
     policy: str
@@ -99,7 +100,7 @@ class ControlView:
     expected_s: float | None = None  # what the decision before it had predicted
     decision: dict[str, Any] = field(default_factory=dict)
     observation: dict[str, Any] = field(default_factory=dict)
-    changed_at: int = 0  # first step of the arm
+    changed_at: int = 1  # first step of the arm, counted from 1 as progress is
     reason: str = "first choice"  # of the last change
     history: list[str] = field(default_factory=list)
 
@@ -115,7 +116,7 @@ class ControlView:
         self.measured_s = self.observation["step_s"]
         self.history = [*self.history, arm_text(self.observation["arm"])][-HISTORY:]
         if self.decision["changed"]:
-            self.changed_at = event["step"] + 1
+            self.changed_at = event["step"] + 2
             self.reason = reason_text(self.decision["reasons"])
 
     @property
@@ -220,4 +221,4 @@ class ControlView:
         table.add_column(overflow="ellipsis", no_wrap=True)
         for title, text in self.rows():
             table.add_row(title, f"[bold]{text}[/bold]" if title == "arm" else text)
-        return Panel(table, title=f"controller: {self.policy}", title_align="left", expand=False)
+        return Panel(table, title=f"controller: {self.policy}", title_align="left", width=WIDTH)
