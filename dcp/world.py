@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dcp import _dcp, _env
 from dcp._dcp import ArgumentError, MismatchError, UnsupportedError
 
-__all__ = ["World", "init"]
+__all__ = ["Traffic", "World", "init"]
 
 Array = npt.NDArray[Any]
 _OPS = {"sum": 0, "max": 1, "min": 2}
@@ -29,14 +29,46 @@ _worlds_made = 0
 _emit: Callable[[Any], None] | None = None
 
 
+class Traffic(NamedTuple):
+    """What has gone through a world on this rank since it was made.
+
+    Collectives and groups of messages that succeeded; not windows.
+
+    Attributes
+    ----------
+    call_count : int
+    received_bytes : int
+        Data of other ranks. Reductions count as if each rank summed its slice, `allreduce` an
+        even one.
+    wait_s : float
+        Seconds until all ranks that take part had come. Messages: seconds asleep while a sender
+        had shown nothing.
+    move_s : float
+        The rest of the calls' seconds. A world of one rank has no times.
+
+    Examples
+    --------
+    >>> import dcp, numpy as np
+    >>> with dcp.init() as world:
+    ...     _ = world.allreduce(np.ones(3, np.float32))
+    ...     world.traffic()
+    Traffic(call_count=1, received_bytes=0, wait_s=0.0, move_s=0.0)
+    """
+
+    call_count: int
+    received_bytes: int
+    wait_s: float
+    move_s: float
+
+
 class World(_dcp.World):
     """Ranks that work together.
 
-    Every method but `emit`, `abort` and `close` is collective: all ranks call it, in the same
-    order, with arguments that agree. A rank that calls something else makes the call fail on all
-    ranks (`dcp.MismatchError`, which shows both sides); a rank that died fails the others within
-    a second (`dcp.RankError`), one that does not come within the timeout (`dcp.DeadlineError`)
-    is named. After such an error every later call fails with it at once.
+    Every method but `traffic`, `emit`, `abort` and `close` is collective: all ranks call it, in
+    the same order, with arguments that agree. A rank that calls something else makes the call
+    fail on all ranks (`dcp.MismatchError`, which shows both sides); a rank that died fails the
+    others within a second (`dcp.RankError`), one that does not come within the timeout
+    (`dcp.DeadlineError`) is named. After such an error every later call fails with it at once.
 
     Arrays are C-contiguous, of dtype float32, float64, int32, int64 or uint8. Sums are taken in
     rank order, in the dtype of the array, so all ranks get the same bits. Integers wrap.
@@ -363,6 +395,24 @@ class World(_dcp.World):
         flat = self._allgatherv(np.array(mine, np.int64), lengths, None)
         ends = np.cumsum(lengths)
         return [flat[e - n : e].tolist() for n, e in zip(lengths, ends, strict=True)]
+
+    def traffic(self) -> Traffic:
+        """Count what has gone through this world so far. Not collective.
+
+        Returns
+        -------
+        Traffic
+            Calls, bytes that came, seconds of waiting for ranks and of moving data.
+
+        Examples
+        --------
+        >>> world = dcp.init()
+        >>> before = world.traffic()
+        >>> world.barrier()
+        >>> world.traffic().call_count - before.call_count
+        1
+        """
+        return Traffic(*self._traffic())
 
     def emit(self, obj: Any) -> None:
         """Hand an object to `on_event` of the `dcp.launch` that started this run.

@@ -435,6 +435,20 @@ world_window(PyObject *object, PyObject *argument)
 }
 
 static PyObject *
+world_traffic(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    dcp_comm_t *comm = bind_world_comm(object);
+    if (comm == NULL) {
+        return NULL;
+    }
+    dcp_comm_traffic_t traffic = dcp_comm_traffic(comm);
+    return Py_BuildValue(
+        "LLdd", (long long)traffic.call_count, (long long)traffic.received_bytes,
+        (double)traffic.wait_ns * 1e-9, (double)traffic.move_ns * 1e-9);
+}
+
+static PyObject *
 world_abort(PyObject *object, PyObject *argument)
 {
     world_t *self = (world_t *)object;
@@ -577,6 +591,7 @@ static PyMethodDef world_methods[] = {
     {"_split", world_split, METH_VARARGS, NULL},
     {"_window", world_window, METH_O,
      "_window(bytes)\n--\n\nMemory that all ranks see; each brings `bytes`, zeros."},
+    {"_traffic", world_traffic, METH_NOARGS, NULL},
     {"_abort", world_abort, METH_O, NULL},
     {"_close", world_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -91,7 +91,10 @@ struct dcp_comm {
     int64_t sequence; /* of the last collective */
     bool grouping;    /* between group_begin and group_end */
     int64_t message_count, message_room;
-    comm_message_t *messages;          /* [message_room], of the open group */
+    comm_message_t *messages; /* [message_room], of the open group */
+    dcp_comm_traffic_t traffic;
+    int64_t wait_ns;                   /* of the running call, by the transport: until
+                                          all had come */
     dcp_status_t broken;               /* first fatal error, DCP_OK: none */
     char broken_text[COMM_TEXT_BYTES]; /* its message */
 };

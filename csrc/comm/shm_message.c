@@ -12,6 +12,8 @@
 #define _GNU_SOURCE
 #include "shm.h"
 
+#include "dcp/clock.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -192,6 +194,21 @@ exchange_awaits(void *context, int32_t rank)
     return false;
 }
 
+/* Has a sender shown nothing of its message yet? */
+static bool
+awaits_head(exchange_t *x)
+{
+    x->comm->stamp++;
+    for (int64_t i = 0; i < x->count; i++) {
+        const comm_message_t *message = &x->messages[i];
+        if (!message->finished && is_turn(x, message) && !message->is_send
+            && message->done < 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 dcp_status_t
 shm_exchange(dcp_comm_t *base, const comm_call_t *call, comm_message_t *messages,
              int64_t message_count)
@@ -222,7 +239,10 @@ shm_exchange(dcp_comm_t *base, const comm_call_t *call, comm_message_t *messages
         }
         if (!moved) {
             shm_waiting_t waiting = {exchange_ready, exchange_awaits, &x};
+            bool absent = awaits_head(&x);
+            int64_t start = absent ? dcp_clock_ns() : 0;
             DCP_TRY(shm_wait(comm, &waiting, comm->root->timeout_ns));
+            base->wait_ns += absent ? dcp_clock_ns() - start : 0;
         }
     }
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -458,3 +459,30 @@ class TestArguments:
             return text
 
         assert "one thread at a time" in well(run(2, body))[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_traffic_counts_what_came(size: int) -> None:
+    def body(world: World) -> None:
+        x = np.ones(12, np.float32)
+        start = time.perf_counter()
+        world.barrier()
+        world.allgatherv(x[: 1 + world.rank])  # tells lengths first: 16 bytes of each rank
+        world.reduce_scatterv(x, [12] + [0] * (size - 1))
+        world.broadcast(x, 0)
+        world.alltoallv(x[:size], [1] * size, recv_counts=[1] * size)
+        got = np.empty(3, np.float64)
+        world.exchange([(np.ones(3), (world.rank + 1) % size)], [(got, (world.rank - 1) % size)])
+        with pytest.raises(dcp.ArgumentError):
+            world.reduce_scatterv(x, [1] * size)  # not counted
+        traffic = world.traffic()
+        others = [r for r in range(size) if r != world.rank]
+        expected = (16 + 4) * (size - 1) + 4 * sum(1 + r for r in others)
+        expected += 12 * 4 * (size - 1) if world.rank == 0 else 12 * 4
+        expected += 24 if size > 1 else 0
+        assert traffic.call_count == 7
+        assert traffic.received_bytes == expected
+        assert traffic.wait_s >= 0 and (traffic.move_s > 0) == (size > 1)
+        assert traffic.wait_s + traffic.move_s <= time.perf_counter() - start
+
+    well(run(size, body))

@@ -115,13 +115,16 @@ dcp_status_t dcp_comm_split(dcp_comm_t *comm, int32_t color, int32_t key,
  * return ERR_ABORTED with this text. Not collective. */
 void dcp_comm_abort(dcp_comm_t *comm, const char *text);
 
-/* What has gone through a communicator on this rank since it was made: collectives and
- * groups of messages, not windows. */
+/* What has gone through a communicator on this rank since it was made: collectives,
+ * barriers too, and groups of messages (a single one is a group), not splits and
+ * windows; only calls that succeeded. A rank alone has no times. */
 typedef struct dcp_comm_traffic {
     int64_t call_count;
-    int64_t received_bytes; /* of other ranks, data only */
-    int64_t wait_ns;        /* until all that take part had come */
-    int64_t move_ns;        /* from then on */
+    int64_t received_bytes; /* of other ranks, data only; reductions: as if each rank
+                               summed its slice, an even one in allreduce */
+    int64_t wait_ns;        /* until all that take part had come; messages: asleep while
+                               a sender had shown nothing */
+    int64_t move_ns;        /* the rest of the calls' time */
 } dcp_comm_traffic_t;
 dcp_comm_traffic_t dcp_comm_traffic(const dcp_comm_t *comm);
 
