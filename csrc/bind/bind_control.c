@@ -505,10 +505,6 @@ static PyMethodDef controller_methods[] = {
      "state()\n--\n\nThe whole state, as bytes."},
     {"load_state", controller_load_state, METH_O,
      "load_state(state)\n--\n\nTakes a state of `state()` over."},
-    {"step", bind_control_step, METH_O,
-     "step(sharded)\n--\n\nCollective. Observes what the model's latest step showed, "
-     "decides, and makes rank 0's decision everybody's: (observation, decision, "
-     "inputs)."},
     {NULL, NULL, 0, NULL},
 };
 

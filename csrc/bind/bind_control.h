@@ -24,7 +24,4 @@ int bind_control_options(PyObject *args, PyObject *keywords,
 /* The controller of an object, borrowed. */
 dcp_controller_t *bind_controller(PyObject *object);
 
-/* bind_step.c: Controller.step. */
-PyObject *bind_control_step(PyObject *controller, PyObject *sharded);
-
 #endif
