@@ -405,7 +405,17 @@ controller_start(PyObject *object, PyObject *unused)
 /* The world's estimates as arrays. */
 typedef struct estimates {
     double reduce_bytes[DCP_PRECISION_COUNT], codec_s[DCP_PRECISION_COUNT];
+    double backward_share;
+    int bucket_count;
 } estimates_t;
+
+static double
+estimate_exposed(void *context, double comm_s, double compute_s)
+{
+    const estimates_t *estimates = context;
+    return dcp_exposed_s(comm_s, estimates->backward_share * compute_s,
+                         estimates->bucket_count);
+}
 
 static double
 estimate_bytes(void *context, dcp_precision_t precision)
@@ -437,14 +447,16 @@ get_estimates(PyObject *mapping, double *values)
 static PyObject *
 controller_decide(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"observation", "reduce_bytes", "codec_s", NULL};
+    static char *names[] = {"observation",  "reduce_bytes",   "codec_s",
+                            "bucket_count", "backward_share", NULL};
     dcp_controller_t *controller = controller_of(object);
     PyObject *mapping, *bytes, *codec;
     dcp_observation_t observation;
-    estimates_t estimates;
+    estimates_t estimates = {.bucket_count = 1};
     if (controller == NULL
-        || !PyArg_ParseTupleAndKeywords(args, keywords, "O$OO", names, &mapping, &bytes,
-                                        &codec)
+        || !PyArg_ParseTupleAndKeywords(args, keywords, "OOO|$id", names, &mapping,
+                                        &bytes, &codec, &estimates.bucket_count,
+                                        &estimates.backward_share)
         || get_observation(mapping, &observation) < 0
         || get_estimates(bytes, estimates.reduce_bytes) < 0
         || get_estimates(codec, estimates.codec_s) < 0) {
@@ -452,7 +464,8 @@ controller_decide(PyObject *object, PyObject *args, PyObject *keywords)
     }
     const dcp_control_world_t world = {.context = &estimates,
                                        .reduce_bytes = estimate_bytes,
-                                       .codec_s = estimate_codec};
+                                       .codec_s = estimate_codec,
+                                       .exposed_s = estimate_exposed};
     dcp_decision_t decision;
     dcp_status_t status =
         dcp_controller_decide(controller, &world, &observation, &decision);
@@ -499,7 +512,8 @@ static PyMethodDef controller_methods[] = {
     {"start", controller_start, METH_NOARGS, "start()\n--\n\nThe decision of step 0."},
     {"decide", (PyCFunction)(void (*)(void))controller_decide,
      METH_VARARGS | METH_KEYWORDS,
-     "decide(observation, *, reduce_bytes, codec_s)\n--\n\nLearns from an observation "
+     "decide(observation, reduce_bytes, codec_s, *, bucket_count=1, "
+     "backward_share=0.0)\n--\n\nLearns from an observation "
      "and decides about the next step."},
     {"state", controller_state, METH_NOARGS,
      "state()\n--\n\nThe whole state, as bytes."},
@@ -524,8 +538,34 @@ static PyType_Spec controller_spec = {
     .slots = controller_slots,
 };
 
+PyDoc_STRVAR(precision_bytes_doc,
+             "precision_bytes(precision, count)\n--\n\nBytes of a message of so many "
+             "elements.");
+
+static PyObject *
+module_precision_bytes(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    long long count;
+    dcp_precision_t precision;
+    if (!PyArg_ParseTuple(args, "sL", &name, &count)) {
+        return NULL;
+    }
+    dcp_status_t status = dcp_precision_parse(name, &precision);
+    return status == DCP_OK ? PyLong_FromLongLong(dcp_precision_bytes(precision, count))
+                            : bind_raise(status);
+}
+
+static PyMethodDef functions[] = {
+    {"precision_bytes", module_precision_bytes, METH_VARARGS, precision_bytes_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 int
 bind_control_register(PyObject *module)
 {
-    return bind_type_add(module, &controller_spec, NULL);
+    return bind_type_add(module, &controller_spec, NULL) < 0
+               ? -1
+               : PyModule_AddFunctions(module, functions);
 }
