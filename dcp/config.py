@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "CheckpointSettings",
+    "ControlSettings",
     "DataSettings",
     "PlanSettings",
     "Settings",
@@ -44,6 +45,10 @@ DEVICES = ("cpu",)
 LATER_DEVICES = ("cuda", "emulated")
 MOST_RANKS_PER_CORE = 64
 DEFAULT_LR = 3e-4  # where a preset names none
+POLICIES = ("static", "precision", "accumulation", "decoupled", "joint")
+SIMULATED_POLICIES = ("oracle", "best_fixed")
+PRECISIONS = ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+MOST_MULTIPLES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +64,14 @@ class DataSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How a step is trained and evaluated."""
+    """How a step is trained and evaluated.
+
+    `precision` is how gradients travel between ranks where no controller chooses it. `eval_every`
+    counts `tokens_per_step` tokens, whatever multiple of them a step has.
+    """
 
     weighting: str = "token"
+    precision: str = "fp32"
     nonfinite: str = "stop"
     eval_share: float = 0.01
     eval_every: int | None = None
@@ -75,6 +85,8 @@ class PlanSettings:
 
     `sp` and `recompute` are the one setting of strategy "fixed"; `cost` is a file that `dcp
     profile` or :meth:`dcp.CostModel.save` wrote, default: reckoned from the model's shape.
+    `gather` says how long weights that were gathered stay without windows: a whole "step", a
+    "layer" of a pass, or "auto": a step under a link where memory allows, else a layer.
     """
 
     sp: int | None = None
@@ -83,10 +95,29 @@ class PlanSettings:
     max_group: int | None = None
     windows: bool = True
     reduce: str = "auto"
+    gather: str = "auto"
     prefetch: int = 0
     refit: bool = False
     cost: str | None = None
     sequence_parallel: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSettings:
+    """Who chooses gradient precision and tokens of a step while training (None: nobody), and
+    among what.
+
+    `feedback`, `hadamard` and `nearest` say how gradients are quantised, also by
+    `train.precision`: see :meth:`dcp.ShardedModel.step`.
+    """
+
+    policy: str | None = None
+    precisions: tuple[str, ...] = ("fp32", "bf16", "int8", "int4")
+    base: str = "fp32"
+    batch_multiples: tuple[int, ...] = (1, 2, 4, 8)
+    feedback: bool = True
+    hadamard: bool = False
+    nearest: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +152,13 @@ class Settings:
     strategy: str = "dcp"
     device: str = "cpu"
     memory: int | None = None
+    link: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: Optimizer = field(default_factory=lambda: AdamW(lr=DEFAULT_LR))
     train: TrainSettings = field(default_factory=TrainSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
+    control: ControlSettings = field(default_factory=ControlSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def transformer(self) -> Transformer1D:
@@ -192,11 +225,13 @@ _SHORT = {
     "data": "data.source",
     "optimizer": "optimizer.name",
     "checkpoint": "checkpoint.folder",
+    "control": "control.policy",
 }
 _SECTIONS: dict[str, Any] = {
     "data": DataSettings,
     "train": TrainSettings,
     "plan": PlanSettings,
+    "control": ControlSettings,
     "checkpoint": CheckpointSettings,
 }
 _CHOICES = {
@@ -204,7 +239,9 @@ _CHOICES = {
     "data.long": ("split", "drop", "error"),
     "train.weighting": ("token", "sequence"),
     "train.nonfinite": ("stop", "skip"),
+    "train.precision": PRECISIONS,
     "plan.reduce": ("auto", "step", "layer"),
+    "plan.gather": ("auto", "step", "layer"),
     "plan.sequence_parallel": ("auto", "ulysses", "ring"),
 }
 
@@ -313,6 +350,8 @@ def load(
     values: dict[str, Any] = {"preset": name, "ranks": default_ranks()}
     for key, (value, source) in given.items():
         values[key] = _convert(key, value, known[key], source)
+    if values.get("link") is not None:
+        _force_for_link(values)
     values["optimizer"] = _optimizer(
         {k.partition(".")[2]: v for k, v in values.items() if k.startswith("optimizer.")}, lr
     )
@@ -337,6 +376,30 @@ def _optimizer(values: dict[str, Any], adamw_lr: float) -> Optimizer:
             f"optimizer.schedule = {schedule!r} is unknown{suggest(schedule, SCHEDULES)}"
         )
     return cls(**{"lr": cls.lr_beside(adamw_lr)} | values)
+
+
+# What an emulated link needs: messages, since ranks on two sides of it share no memory, and one
+# reduction a step, since that is what its delay is modelled for.
+_LINK_NEEDS: dict[str, tuple[Any, ...]] = {
+    "plan.windows": (False,),
+    "plan.reduce": ("auto", "step"),
+}
+
+
+def _force_for_link(values: dict[str, Any]) -> None:
+    """Set what a link needs, or say which key was given that contradicts it."""
+    for key, allowed in _LINK_NEEDS.items():
+        if key in values and values[key] not in allowed:
+            found, wanted = (_toml_word(v) for v in (values[key], allowed[-1]))
+            raise ArgumentError(
+                f"link = {values['link']!r} needs {key} = {wanted}, and {key} = {found} was given: "
+                "leave one of them out"
+            )
+        values[key] = allowed[-1]
+
+
+def _toml_word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _at(source: str) -> str:
@@ -440,6 +503,8 @@ def _convert(key: str, value: Any, kind: Any, source: str) -> Any:
         return str(value)
     if wanted is str and isinstance(value, int | float):
         return str(value)  # a folder or file named by digits
+    if typing.get_args(wanted)[1:] == (Ellipsis,):
+        return _convert_list(key, value, typing.get_args(wanted)[0], source)
     if typing.get_origin(wanted) is tuple:
         count = len(typing.get_args(wanted))
         parts = value.split(",") if isinstance(value, str) else value
@@ -454,6 +519,19 @@ def _convert(key: str, value: Any, kind: Any, source: str) -> Any:
     raise ArgumentError(
         f"{_at(source)}{key} = {value!r} must be {rule}{' or none' if optional else ''}"
     )
+
+
+def _convert_list(key: str, value: Any, kind: Any, source: str) -> tuple[Any, ...]:
+    """A list of words or integers, given as a list, as text with commas, or as one of them."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    parts = list(value) if isinstance(value, list | tuple) else [value]
+    if kind is int:
+        parts = [_word(part) if isinstance(part, str) else part for part in parts]
+    if not all(isinstance(part, kind) and not isinstance(part, bool) for part in parts):
+        rule = "integers, for example [1, 2]" if kind is int else "words"
+        raise ArgumentError(f"{_at(source)}{key} = {value!r} must be a list of {rule}")
+    return tuple(parts)
 
 
 RECOMPUTE = ("none", "selective", "full")
@@ -570,6 +648,9 @@ def _check(settings: Settings) -> None:
             f"than data.max_length = {settings.data.max_length}"
         )
     _check_plan(settings)
+    _check_gather(settings)
+    _check_control(settings)
+    _check_link(settings)
     settings.optimizer.rules(settings.transformer().tensors())  # every group matches
 
 
@@ -599,4 +680,86 @@ def _check_plan(settings: Settings) -> None:
         raise ArgumentError(
             f"plan.recompute = {dict(plan.recompute)} names {sum(plan.recompute.values())} layers, "
             f"the model has {layers}"
+        )
+
+
+def _check_gather(settings: Settings) -> None:
+    """How long gathered weights stay is a choice only where weights are gathered."""
+    plan = settings.plan
+    if plan.gather != "auto" and plan.windows:
+        raise ArgumentError(
+            f"plan.gather = {plan.gather!r} is for plan.windows = false: with windows ranks read "
+            "each other's weights in place"
+        )
+    if plan.gather == "step" and plan.prefetch:
+        raise ArgumentError(
+            "plan.gather = 'step' gathers all weights at once, plan.prefetch = 1 one group ahead "
+            "of another: leave one of them out"
+        )
+
+
+def _check_link(settings: Settings) -> None:
+    """A link that can be, and what it needs (`load` sets it)."""
+    if settings.link is None:
+        return
+    from dcp.link import Link
+
+    Link.parse(settings.link)
+    for key, allowed in _LINK_NEEDS.items():
+        value = getattr(settings.plan, key.partition(".")[2])
+        if value not in allowed:
+            raise ArgumentError(
+                f"link = {settings.link!r} needs {key} = {_toml_word(allowed[-1])}, not "
+                f"{_toml_word(value)}"
+            )
+
+
+def _check_control(settings: Settings) -> None:
+    """The policy, the grid it chooses from, and that gradients are reduced once a step."""
+    control, precision = settings.control, settings.train.precision
+    policy = control.policy
+    if policy in SIMULATED_POLICIES:
+        raise ArgumentError(
+            f"control.policy = {policy!r} knows what a run cannot know and exists in "
+            f"`dcp control simulate` only; here: {', '.join(POLICIES)}"
+        )
+    if policy is not None and policy not in POLICIES:
+        raise ArgumentError(f"control.policy = {policy!r} is unknown{suggest(policy, POLICIES)}")
+    for name in (*control.precisions, control.base):
+        if name not in PRECISIONS:
+            key = "precisions" if name in control.precisions else "base"
+            raise ArgumentError(
+                f"control.{key}: {name!r} is no precision{suggest(name, PRECISIONS)}"
+            )
+    for key, grid in (
+        ("precisions", control.precisions),
+        ("batch_multiples", control.batch_multiples),
+    ):
+        if not grid:
+            raise ArgumentError(f"control.{key} is empty: name at least one")
+        if len(set(grid)) < len(grid):
+            raise ArgumentError(f"control.{key} = {list(grid)} names one of them twice")
+    if control.base not in control.precisions:
+        raise ArgumentError(
+            f"control.base = {control.base!r} is not among control.precisions = "
+            f"{list(control.precisions)}"
+        )
+    multiples = list(control.batch_multiples)
+    if len(multiples) > MOST_MULTIPLES or multiples != sorted(multiples) or multiples[0] < 1:
+        raise ArgumentError(
+            f"control.batch_multiples = {multiples} must be at most {MOST_MULTIPLES} ascending "
+            "integers >= 1"
+        )
+    if policy is not None and precision != "fp32":
+        raise ArgumentError(
+            f"train.precision = {precision!r} fixes what control.policy = {policy!r} chooses: "
+            "leave one of them out (control.base is where a controller starts)"
+        )
+    if settings.plan.reduce == "layer" and (policy is not None or precision != "fp32"):
+        key, value = (
+            ("control.policy", policy) if policy is not None else ("train.precision", precision)
+        )
+        raise ArgumentError(
+            f"{key} = {value!r} needs gradients that are reduced once a step, and plan.reduce = "
+            "'layer' was given: leave one of them out"
         )

@@ -5,6 +5,10 @@ step takes sequences in that order until the next one would pass the token budge
 an epoch is what is left. So a step is the same for every strategy and world, every sequence comes
 exactly once an epoch, and the whole state is (epoch, position). The loader plans each step one step
 ahead, in a thread, and hands a rank its own micro-batches only.
+
+The budget is `tokens_per_step` times a multiple that may change between any two steps: where a step
+starts does not depend on it, only where it ends. A step that was planned ahead for another multiple
+is dropped and planned again, which is cheap and changes nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ __all__ = ["Loader", "MicroBatch", "Sampler", "Step"]
 
 _logger = logging.getLogger("dcp")
 _STATE_VERSION = 1
+MOST_MULTIPLE = 1 << 16
 S = TypeVar("S")
 
 
@@ -97,8 +102,10 @@ class Sampler:
         words = np.random.Philox(key=self.seed + (epoch << 64)).random_raw(len(self.lengths))
         return np.argsort(words, kind="stable")
 
-    def step(self, epoch: int, position: int) -> tuple[NDArray[np.int64], int, int]:
-        """The step that starts at `position` of `epoch`.
+    def step(
+        self, epoch: int, position: int, *, multiple: int = 1
+    ) -> tuple[NDArray[np.int64], int, int]:
+        """The step that starts at `position` of `epoch`, of `multiple` times `tokens_per_step`.
 
         Returns
         -------
@@ -117,7 +124,7 @@ class Sampler:
             ends = np.concatenate([[0], np.cumsum(self.lengths[fresh])])
             cached = self._epoch = (epoch, fresh, ends)
         _, order, ends = cached
-        budget = ends[position] + self.tokens_per_step
+        budget = ends[position] + min(multiple * self.tokens_per_step, int(ends[-1]))
         last = int(np.searchsorted(ends, budget, side="right")) - 1
         following = (epoch, last) if last < len(order) else (epoch + 1, 0)
         return order[position:last], *following
@@ -193,8 +200,9 @@ class Step:
 class PlannedSteps(Generic[S]):
     """What every loader does: plans ahead in a thread, and goes on where it stopped.
 
-    A subclass gives `_build`, a pure function from a place (epoch, position, step) to the step
-    there and the next place, and keeps its place in `_epoch`, `_position` and `_index`.
+    A subclass gives `_build`, a pure function from a place (epoch, position, step) and the multiple
+    of the token budget to the step there and the next place, and keeps its place in `_epoch`,
+    `_position` and `_index`.
     """
 
     def __init__(self, world: WorldLike, cost: CostModel, options: Mapping[str, Any]) -> None:
@@ -202,6 +210,7 @@ class PlannedSteps(Generic[S]):
         self.rank, self.size = int(world.rank), int(world.size)
         self._options = {"world_size": self.size, **options}
         self._epoch, self._position, self._index = 0, 0, 0
+        self._multiple = 1
 
     def _plan(self, lengths: NDArray[np.int64], index: int = 0) -> Plan:
         """The plan of step `index`, with the cost model that was set for it."""
@@ -295,17 +304,61 @@ class PlannedSteps(Generic[S]):
             raise ArgumentError(f"cost models: none is for step {self._index}")
         self._costs = sorted(found, key=lambda one: one[0])
 
+    def use_multiple(self, multiple: int) -> None:
+        """Let the next step and those after it have `multiple` times `tokens_per_step` tokens.
+
+        Call it on every rank alike, between two steps; the last call before a step counts. The
+        order of the data stays, and every sequence comes once an epoch, whatever the multiples.
+
+        Parameters
+        ----------
+        multiple : int
+            1 to 65,536. Evaluations do not follow it.
+
+        Raises
+        ------
+        dcp.ArgumentError
+            It is no such number.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> from types import SimpleNamespace
+        >>> text = dcp.data.TextFiles("stdlib", max_length=512)
+        >>> world, cost = SimpleNamespace(rank=0, size=2), dcp.CostModel(token_s=1.0)
+        >>> loader = dcp.Loader(text, world, cost, tokens_per_step=4096)
+        >>> steps = iter(loader)
+        >>> first = next(steps)
+        >>> loader.use_multiple(4)
+        >>> int(first.lengths.sum()) <= 4096, 15000 < int(next(steps).lengths.sum()) <= 4 * 4096
+        (True, True)
+        """
+        self._multiple = whole("multiple", multiple, 1, MOST_MULTIPLE)
+
+    @property
+    def multiple(self) -> int:
+        """Multiple of `tokens_per_step` that the next step has.
+
+        Examples
+        --------
+        See `use_multiple`.
+        """
+        return self._multiple
+
     def __iter__(self) -> Iterator[S]:
         """Steps from the loader's place on. A new iterator goes on where the last one stopped."""
         with ThreadPoolExecutor(1, thread_name_prefix="dcp-plan") as ahead:
-            place = self._place()
-            coming = ahead.submit(self._build, *place)
+            wanted = (*self._place(), self._multiple)
+            coming = ahead.submit(self._build, *wanted)
             while True:
-                if place != self._place():  # a state was loaded, or another iterator went on
-                    place = self._place()
-                    coming = ahead.submit(self._build, *place)
+                # a state was loaded, another iterator went on, or the budget changed
+                if wanted != (now := (*self._place(), self._multiple)):
+                    wanted = now
+                    coming.cancel()
+                    coming = ahead.submit(self._build, *wanted)
                 step, place = coming.result()
-                coming = ahead.submit(self._build, *place)
+                wanted = (*place, self._multiple)
+                coming = ahead.submit(self._build, *wanted)
                 self._epoch, self._position, self._index = place
                 self._taken(step)
                 yield step
@@ -313,7 +366,9 @@ class PlannedSteps(Generic[S]):
     def _place(self) -> tuple[int, int, int]:
         return self._epoch, self._position, self._index
 
-    def _build(self, epoch: int, position: int, index: int) -> tuple[S, tuple[int, int, int]]:
+    def _build(
+        self, epoch: int, position: int, index: int, multiple: int
+    ) -> tuple[S, tuple[int, int, int]]:
         """The step at a place, and the place after it; runs ahead, so it changes nothing."""
         raise NotImplementedError
 
@@ -325,7 +380,7 @@ class PlannedSteps(Generic[S]):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next step, and what must be the same for it to mean the same.
+        """The place of the next step, its multiple, and what must be the same to go on.
 
         It does not depend on the world, so a run resumes exactly on another number of ranks.
 
@@ -339,11 +394,12 @@ class PlannedSteps(Generic[S]):
         See `load_state_dict`.
         """
         epoch, position, step = self._place()
-        return {"epoch": epoch, "position": position, "step": step, **self._same()}
+        place = {"epoch": epoch, "position": position, "step": step}
+        return {**place, "multiple": self._multiple, **self._same()}
 
     def _load_state(self, state: Mapping[str, Any], last_position: Callable[[int], int]) -> None:
-        here = self.state_dict()
-        missing = set(here) - set(state)
+        state = {"multiple": 1, **state}  # those of earlier versions have none
+        missing = set(self.state_dict()) - set(state)
         if missing:
             raise ArgumentError(f"loader state lacks {sorted(missing)}")
         for key, value in self._same().items():
@@ -355,7 +411,9 @@ class PlannedSteps(Generic[S]):
                 )
         epoch, step = whole("epoch", state["epoch"], 0), whole("step", state["step"], 0)
         position = whole("position", state["position"], 0, last_position(epoch))
+        multiple = whole("multiple", state["multiple"], 1, MOST_MULTIPLE)
         self._epoch, self._position, self._index = epoch, position, step
+        self._multiple = multiple
 
 
 def in_rounds(made: Plan, rank: int) -> list[MicroBatchPlan | None]:
@@ -507,8 +565,10 @@ class Loader(PlannedSteps[Step]):
             self._warned = True
             _logger.warning("step %d: no token has a target, nothing to learn", step.index)
 
-    def _build(self, epoch: int, position: int, index: int) -> tuple[Step, tuple[int, int, int]]:
-        picked, next_epoch, next_position = self._sampler.step(epoch, position)
+    def _build(
+        self, epoch: int, position: int, index: int, multiple: int
+    ) -> tuple[Step, tuple[int, int, int]]:
+        picked, next_epoch, next_position = self._sampler.step(epoch, position, multiple=multiple)
         step = self._step(
             self._train[picked],
             index=index,

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
-import json
 import logging
 import math
 import time
@@ -19,17 +17,22 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
-from dcp._dcp import ArgumentError, FileError, MismatchError, StateError, UnsupportedError
+from dcp._dcp import ArgumentError, FileError, StateError
 from dcp.checkpoint_async import AsyncSaver, SaveTimes
 from dcp.optim_base import Optimizer
 from dcp.refit import Refit
+from dcp.trainer_control import Steering
+from dcp.trainer_log import Metrics, Replay, Trace
+
+if TYPE_CHECKING:
+    from dcp.controller import Controller
 
 __all__ = ["Replay", "Report", "StepRecord", "Trainer"]
 
 WARM_UP_STEPS = 2  # of the throughput figure: caches, page faults, first touches
-TARGET_EVAL_EVERY = 10  # steps between evaluations where a target is given and no `eval_every`
+TARGET_EVAL_EVERY = 10  # of `eval_every` where a target is given and none is said
 _logger = logging.getLogger("dcp")
 
 
@@ -46,7 +49,7 @@ class StepRecord:
     tokens, sequences : int
         Trainable tokens and sequences of all ranks.
     seconds : float
-        From asking for the step's data to the end of the optimizer.
+        From asking for the step's data to the end of the optimizer and of the controller's work.
     grad_norm : float or None
         Global norm before clipping.
     lr : float
@@ -61,8 +64,9 @@ class StepRecord:
         Sequence-parallel size of each micro-batch of rank 0.
     winner : str
         The strategy whose candidate the plan is.
-    arm : None
-        Setting of the controller.
+    arm : dict or None
+        ``{"precision": ..., "multiple": ...}``: how gradients travelled, and how many times
+        `tokens_per_step` the step had. None without a controller in fp32.
     skipped : bool
         The parameters were left alone: the gradient was not finite, or no token trainable.
     """
@@ -79,7 +83,7 @@ class StepRecord:
     micro_batches: list[int]
     sp: list[int]
     winner: str
-    arm: None = None
+    arm: dict[str, Any] | None = None
     skipped: bool = False
 
 
@@ -96,7 +100,10 @@ class Report:
     eval_loss : float or None
         Held-out loss at the end; None where nothing is held out.
     seconds_to_target : float or None
-        Training time, without evaluation and saving, until the held-out loss was at the target.
+        Training time, without evaluation and saving, until the held-out loss was at the target:
+        on the straight line between the last two evaluations, so that their distance decides no
+        comparison. Where the first evaluation is there already, the time of that one. None where
+        the target was not reached.
     skipped : int
         Steps that left the parameters alone, since step 0.
     """
@@ -127,8 +134,14 @@ class Trainer:
         Rule and learning rate.
     loader : dcp.Loader
         Yields the steps; its `state_dict` goes into checkpoints.
-    controller : None
-        Reserved: this version has none.
+    controller : dcp.Controller or None
+        Chooses, between steps, how gradients travel and how many times `tokens_per_step` a step
+        has; the learning rate follows. Gradients must be reduced once a step.
+    precision : str
+        How gradients travel without a controller: "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8",
+        "int4".
+    feedback, hadamard, nearest : bool
+        How they are quantised: see `dcp.ShardedModel.step`.
     checkpoint : path or None
         Folder of checkpoints, and of `metrics.jsonl` where `metrics` is None.
     save_every : int or None
@@ -145,18 +158,19 @@ class Trainer:
         Go on from the newest whole checkpoint in `checkpoint`; :class:`dcp.FileError` if there is
         none.
     eval_every : int or None
-        Evaluate after every so many steps; the end is always evaluated where documents are
-        held out.
+        Evaluate each time that so many times `tokens_per_step` tokens have been trained on, which
+        is after so many steps unless a controller makes longer ones; the end is always evaluated
+        where documents are held out.
     eval_tokens : int
         Held-out tokens of one evaluation, always the same ones.
     target_loss : float or None
-        Stop once the held-out loss is at most this; needs held-out documents. Evaluates every
-        10 steps unless `eval_every` says otherwise.
+        Stop once the held-out loss is at most this; needs held-out documents. `eval_every` is 10
+        unless it says otherwise.
     nonfinite : {"stop", "skip"}
         A loss or gradient that is not finite raises :class:`dcp.NumericError` on every rank, or
         is counted and leaves the parameters alone on every rank.
     seed : int
-        Of dropout.
+        Of dropout, and of the random bits of quantising.
     metrics : path or None
         Folder of `metrics.jsonl`, one JSON object a line (a step, an evaluation, a save: see
         :class:`dcp.checkpoint.SaveTimes`), and of
@@ -167,12 +181,12 @@ class Trainer:
         then depend on the clock; every update is a line of `metrics.jsonl`, and checkpoints hold
         where it stands.
     replay : path or None
-        The `metrics.jsonl` of a run with `refit`: take its times instead of the clock's, so that
-        the run repeats bit for bit.
+        The `metrics.jsonl` of a run with `refit` or a controller: take its times and what its
+        controller saw instead of the clock's, so that the run repeats bit for bit.
     trace : path or None
         Write a Chrome trace (chrome://tracing, Perfetto) of the steps, one row a rank.
     on_event : callable or None
-        Called on rank 0 with a dict: ``{"kind": "step" | "eval" | "save", ...}``.
+        Called on rank 0 with a dict: ``{"kind": "step" | "control" | "eval" | "save", ...}``.
 
     Examples
     --------
@@ -195,7 +209,11 @@ class Trainer:
         optimizer: Optimizer,
         loader: Any,
         *,
-        controller: None = None,
+        controller: Controller | None = None,
+        precision: str = "fp32",
+        feedback: bool = True,
+        hadamard: bool = False,
+        nearest: bool = False,
         checkpoint: str | Path | None = None,
         save_every: int | None = None,
         keep: int = 3,
@@ -213,8 +231,6 @@ class Trainer:
         trace: str | Path | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        if controller is not None:
-            raise UnsupportedError("controller: this version has none; pass None")
         if nonfinite not in ("stop", "skip"):
             raise ArgumentError(f"nonfinite = {nonfinite!r} must be 'stop' or 'skip'")
         for name, value in (("save_every", save_every), ("keep", keep), ("eval_every", eval_every)):
@@ -237,15 +253,32 @@ class Trainer:
         self.metrics_folder = Path(metrics) if metrics is not None else self.checkpoint
         self.trace = Path(trace) if trace is not None and self.world.rank == 0 else None
         self.step = 0  # steps done since step 0
+        self.budgets = 0  # times `tokens_per_step` of all steps done
         self.train_seconds = 0.0  # without evaluation and saving
         self.skipped = 0
         self._saved: int | None = None  # step of the newest checkpoint
         self._evaluated: int | None = None  # step of the newest evaluation
+        self._last_loss: tuple[float, float] | None = None  # training seconds, held-out loss
+        self._control_line: dict[str, Any] | None = None  # of the newest step
         self._refits: list[dict[str, Any]] = []  # lines of the log that are not written yet
         self.refit: Refit | None = None
-        if refit or replay is not None:
-            self.refit = Refit(loader.cost, log=self._refits.append)
         self.replay = Replay.read(replay) if replay is not None else None
+        if refit or (self.replay is not None and self.replay.busy_s):
+            self.refit = Refit(loader.cost, log=self._refits.append)
+        decisions = self.replay.decisions if self.replay is not None else None
+        self.steering = Steering(
+            model,
+            optimizer,
+            tokens_per_step=getattr(loader, "tokens_per_step", 0),
+            controller=controller,
+            precision=precision,
+            feedback=feedback,
+            hadamard=hadamard,
+            nearest=nearest,
+            seed=seed,
+            replay=decisions or None,
+            replay_path=self.replay.path if self.replay is not None else None,
+        )
         if resume:
             self._resume()
 
@@ -269,7 +302,7 @@ class Trainer:
         report = Report(first_step=self.step, last_step=self.step)
         with contextlib.ExitStack() as stack:
             metrics = stack.enter_context(self._open_metrics())
-            trace = stack.enter_context(_Trace(self.trace, self.world.size))
+            trace = stack.enter_context(Trace(self.trace, self.world.size))
             self._open_saver(stack)
             self._train(steps, report, metrics, trace)
             if self.checkpoint is not None and self._saved != self.step:
@@ -281,11 +314,12 @@ class Trainer:
         report.last_step, report.skipped = self.step, self.skipped
         return report
 
-    def _train(self, steps: int, report: Report, metrics: _Metrics, trace: _Trace) -> None:
+    def _train(self, steps: int, report: Report, metrics: Metrics, trace: Trace) -> None:
         """Run the steps, to `steps` or to the target."""
         with contextlib.closing(iter(self.loader)) as steps_of:
             while self.step < steps and report.seconds_to_target is None:
                 start = time.perf_counter()
+                multiple = self._take_multiple()
                 data = next(steps_of)
                 record, busy = self._one_step(data, start)
                 report.steps.append(record)
@@ -294,11 +328,31 @@ class Trainer:
                     self._refit(record, data.plan, busy, metrics)
                 trace.add(record, busy)
                 self._emit("step", dataclasses.asdict(record) | {"memory": self.model.memory()})
+                self._log_control(metrics)
                 self.step += 1
-                if self.eval_every is not None and self.step % self.eval_every == 0:
+                due = self._eval_due()
+                self.budgets += multiple
+                if self._eval_due() > due:
                     self._evaluate(report, metrics)
                 if self.save_every is not None and self.step % self.save_every == 0:
                     self._save(metrics)
+
+    def _take_multiple(self) -> int:
+        """Let the loader's next step have the multiple that was decided, and return it."""
+        multiple = self.steering.multiple
+        if multiple != getattr(self.loader, "multiple", 1):
+            self.loader.use_multiple(multiple)
+        return multiple
+
+    def _eval_due(self) -> int:
+        """Evaluations that should have been by now."""
+        return self.budgets // self.eval_every if self.eval_every is not None else 0
+
+    def _log_control(self, metrics: Metrics) -> None:
+        if (line := self._control_line) is not None:
+            head = {} if metrics.has_control else self.steering.head()
+            metrics.write("control", line | head)
+            self._emit("control", line)
 
     def _one_step(self, data: Any, start: float) -> tuple[StepRecord, list[float]]:
         """Run one step; its time counts from `start`, so that waiting for data counts."""
@@ -307,7 +361,8 @@ class Trainer:
                 f"the loader is at step {data.index} and the trainer at step {self.step}: "
                 "give each trainer a loader of its own"
             )
-        lr = self.optimizer.lr_at(self.step)
+        arm = self.steering.shown_arm()
+        lr = self.optimizer.lr_at(self.step) * self.steering.lr_factor
         result = self.model.step(
             data.micro_batches,
             scale=data.scale,
@@ -319,6 +374,10 @@ class Trainer:
             dropout_seed=_mix(self.seed, self.step),
             nonfinite=self.nonfinite,
             groups=data.plan.groups,
+            **self.steering.step_options(),
+        )
+        self._control_line = self.steering.after(
+            self.step, result.loss, time.perf_counter() - start
         )
         seconds = time.perf_counter() - start
         self.train_seconds += seconds
@@ -341,11 +400,12 @@ class Trainer:
             micro_batches=counts,
             sp=sizes,
             winner=str(data.plan.winner),
+            arm=arm,
             skipped=bool(result.skipped),
         )
         return record, busy
 
-    def _refit(self, record: StepRecord, plan: Any, busy: list[float], metrics: _Metrics) -> None:
+    def _refit(self, record: StepRecord, plan: Any, busy: list[float], metrics: Metrics) -> None:
         """Let the measured times of a step, or those of the replayed run, decide later plans."""
         assert self.refit is not None
         if self.replay is not None:
@@ -355,7 +415,7 @@ class Trainer:
             metrics.write("refit", self._refits.pop(0))
         self.loader.use_cost(cost, first=record.step + 2)
 
-    def _evaluate(self, report: Report, metrics: _Metrics) -> None:
+    def _evaluate(self, report: Report, metrics: Metrics) -> None:
         """Take the loss on the held-out documents, always the same ones; None where none are."""
         total, any_tokens = 0.0, False
         for data in self.loader.evaluation(tokens=self.eval_tokens):
@@ -367,7 +427,10 @@ class Trainer:
         self._evaluated = self.step
         report.eval_loss = loss
         if self.target_loss is not None and loss is not None and loss <= self.target_loss:
-            report.seconds_to_target = self.train_seconds
+            now = (self.train_seconds, loss)
+            report.seconds_to_target = _crossing(self._last_loss, now, self.target_loss)
+        if loss is not None:
+            self._last_loss = (self.train_seconds, loss)
         metrics.write("eval", {"step": self.step, "eval_loss": loss})
         self._emit("eval", {"step": self.step, "eval_loss": loss})
 
@@ -379,7 +442,7 @@ class Trainer:
         )
         stack.callback(setattr, self, "_saver", None)
 
-    def _save(self, metrics: _Metrics) -> None:
+    def _save(self, metrics: Metrics) -> None:
         from dcp import checkpoint
 
         assert self.checkpoint is not None
@@ -387,6 +450,9 @@ class Trainer:
             "step": self.step,
             "seed": self.seed,
             "train_seconds": self.train_seconds,
+            "budgets": self.budgets,
+            "last_loss": self._last_loss,
+            "control": self.steering.state_dict(),
             "skipped": self.skipped,
             "update_count": self.model.update_count,
             "optimizer": self.optimizer.name,
@@ -416,7 +482,7 @@ class Trainer:
             self._saved_one(checkpoint.SaveTimes(self.step, seconds, 0.0, 0, size), metrics)
         self._saved = self.step
 
-    def _saved_one(self, times: SaveTimes | None, metrics: _Metrics) -> None:
+    def _saved_one(self, times: SaveTimes | None, metrics: Metrics) -> None:
         """A checkpoint is in its place."""
         if times is not None:
             metrics.write("save", times._asdict())
@@ -449,6 +515,10 @@ class Trainer:
             self.loader.load_costs_dict(state["costs"])
         self.step = int(state["step"])
         self.train_seconds = float(state["train_seconds"])
+        self.budgets = int(state.get("budgets", self.step))  # before there were multiples
+        if (last := state.get("last_loss")) is not None:
+            self._last_loss = (float(last[0]), float(last[1]))
+        self.steering.load_state_dict(state.get("control"))
         self.skipped = int(state["skipped"])
         self._saved = self.step
 
@@ -486,207 +556,29 @@ class Trainer:
             dtypes = {kind: DTYPES[shown["kinds"][kind]["dtype"] or "F32"].name for kind in states}
             self.model.keep_state(states, dtypes=dtypes)
 
-    def _open_metrics(self) -> _Metrics:
+    def _open_metrics(self) -> Metrics:
         folder = self.metrics_folder if self.world.rank == 0 else None
-        return _Metrics(folder, first_step=self.step)
+        return Metrics(folder, first_step=self.step)
 
     def _emit(self, kind: str, values: dict[str, Any]) -> None:
         if self.on_event is not None:
             self.on_event({"kind": kind} | values)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What an earlier run measured, from its `metrics.jsonl`.
-
-    Attributes
-    ----------
-    path : Path
-    busy_s : dict
-        Step -> seconds that each rank computed.
-    plans : dict
-        Step -> hash of its plan.
+def _crossing(
+    before: tuple[float, float] | None, after: tuple[float, float], target: float
+) -> float:
+    """Seconds at which a line through two (seconds, loss) is at the target; the last is below it.
 
     Examples
     --------
-    >>> import pathlib, tempfile
-    >>> from dcp.trainer import Replay
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> file = pathlib.Path(folder.name, "metrics.jsonl")
-    >>> _ = file.write_text('{"kind": "refit", "step": 0, "busy_s": [0.5, 0.25]}\\n')
-    >>> Replay.read(file).busy_s
-    {0: [0.5, 0.25]}
-    >>> folder.cleanup()
+    >>> from dcp.trainer import _crossing
+    >>> _crossing((10.0, 3.0), (20.0, 2.0), 2.25), _crossing(None, (20.0, 2.0), 2.25)
+    (17.5, 20.0)
     """
-
-    path: Path
-    busy_s: dict[int, list[float]]
-    plans: dict[int, str]
-
-    @classmethod
-    def read(cls, path: str | Path) -> Replay:
-        """Read the log.
-
-        Raises
-        ------
-        dcp.FileError
-            It cannot be read, or holds no refits.
-
-        Examples
-        --------
-        See the class.
-        """
-        busy_s: dict[int, list[float]] = {}
-        plans: dict[int, str] = {}
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"log {path} cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                values = json.loads(line)
-                if values["kind"] == "refit":
-                    busy_s[int(values["step"])] = [float(b) for b in values["busy_s"]]
-                elif values["kind"] == "step":
-                    plans[int(values["step"])] = str(values["plan"])
-            except (ValueError, KeyError, TypeError) as error:
-                if number < len(lines):  # the last line may be cut off by a kill
-                    raise FileError(f"log {path}, line {number}: not a record: {error}") from error
-        if not busy_s:
-            raise FileError(f"log {path} holds no refits: it is not of a run with plan.refit")
-        return cls(Path(path), busy_s, plans)
-
-    def busy(self, record: StepRecord, busy: list[float]) -> list[float]:
-        """The times of a step as they were, once its plan is known to be the same.
-
-        Raises
-        ------
-        dcp.MismatchError
-            The plan differs, or the log ends before this step.
-
-        Examples
-        --------
-        See the class.
-        """
-        wanted = self.plans.get(record.step, record.plan)
-        if wanted != record.plan:
-            raise MismatchError(
-                f"replay of {self.path}: step {record.step} has plan {record.plan} here and "
-                f"{wanted} there: data, settings or version are not those of that run"
-            )
-        found = self.busy_s.get(record.step)
-        if found is None or len(found) != len(busy):
-            raise MismatchError(
-                f"replay of {self.path}: no times of step {record.step} for {len(busy)} ranks"
-            )
-        return found
-
-
-class _Metrics:
-    """`metrics.jsonl` and TensorBoard of one folder; with none, nothing happens.
-
-    A run that was killed after its last checkpoint left lines of steps that will run again:
-    those from `first_step` on are dropped at opening.
-    """
-
-    def __init__(self, folder: Path | None, *, first_step: int) -> None:
-        self._file: IO[str] | None = None
-        self._board: Any = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = _lines_before(path, first_step) if path.exists() and first_step > 0 else []
-        aside = path.with_name(".metrics.jsonl")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.replace(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        if (writer := _board_writer()) is not None:
-            self._board = writer(str(folder / "tensorboard"), purge_step=first_step)
-
-    def __enter__(self) -> _Metrics:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-    def write(self, kind: str, values: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind} | values, allow_nan=False) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, values["step"])
-
-
-def _lines_before(path: Path, step: int) -> list[str]:
-    """The whole lines of `path` that belong to steps before `step`."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off by a kill
-        # an evaluation or a save "at step n" follows n steps
-        done = step if values["kind"] in ("eval", "save") else step - 1
-        if values["step"] <= done:
-            kept.append(line)
-    return kept
-
-
-def _board_writer() -> Any:
-    """The class that writes TensorBoard files, or None."""
-    try:
-        if importlib.util.find_spec("tensorboardX") is not None:
-            from tensorboardX import SummaryWriter
-
-            return SummaryWriter
-        if all(importlib.util.find_spec(name) is not None for name in ("tensorboard", "torch")):
-            from torch.utils.tensorboard import SummaryWriter as TorchWriter
-
-            return TorchWriter
-    except ImportError as error:
-        _logger.warning("TensorBoard is installed but does not load: %s", error)
-    return None
-
-
-class _Trace:
-    """Chrome trace of the steps: one row a rank with its busy time, one for the whole step."""
-
-    def __init__(self, path: Path | None, world_size: int) -> None:
-        self._path, self._events, self._now_us = path, list[dict[str, Any]](), 0.0
-        names = [f"rank {rank}" for rank in range(world_size)] + ["step"]
-        for row, name in enumerate(names):
-            self._events.append(
-                {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
-            )
-
-    def __enter__(self) -> _Trace:
-        return self
-
-    def add(self, record: StepRecord, busy: list[float]) -> None:
-        if self._path is None:
-            return
-        for row, seconds in enumerate([*busy, record.seconds]):
-            self._events.append(
-                {
-                    "ph": "X",
-                    "name": f"step {record.step}",
-                    "pid": 0,
-                    "tid": row,
-                    "ts": self._now_us,
-                    "dur": seconds * 1e6,
-                    "args": {"loss": record.loss, "plan": record.plan},
-                }
-            )
-        self._now_us += record.seconds * 1e6
-
-    def __exit__(self, *_: object) -> None:
-        if self._path is not None:
-            self._path.write_text(json.dumps({"traceEvents": self._events}), encoding="utf-8")
+    if before is None or not before[1] > target:
+        return after[0]
+    return before[0] + (after[0] - before[0]) * (before[1] - target) / (before[1] - after[1])
 
 
 def _finite(value: float) -> float | None:

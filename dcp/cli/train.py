@@ -28,6 +28,7 @@ class Job:
     documents: Any  # dcp.data.Documents; memory-mapped files are opened again by each rank
     cost: Any  # dcp.CostModel
     reduce: str  # "step" or "layer"
+    gather: str  # "step" or "layer"
     resume: bool
     metrics: Path | None
     trace: Path | None
@@ -64,13 +65,34 @@ class Job:
     help="Start from these weights (a checkpoint, Hugging Face's folder or file) and, without "
     "--preset and --config, with their model's settings.",
 )
-@click.option("--eval-every", type=int, metavar="N", help="Steps between evaluations.")
+@click.option(
+    "--eval-every",
+    type=int,
+    metavar="N",
+    help="Evaluate each time that N times --tokens-per-step tokens were trained on.",
+)
 @click.option("--target-loss", type=float, metavar="X", help="Stop at this held-out loss.")
+@click.option(
+    "--link",
+    metavar="SPEC",
+    help="Delay what ranks exchange like this link, for example 1Gbit,background=3,dwell=20s; "
+    "no windows then.",
+)
+@click.option(
+    "--controller",
+    metavar="POLICY",
+    help="Choose gradient precision and tokens of a step while training: static, precision, "
+    "accumulation, decoupled or joint.",
+)
 @click.option(
     "--compare", metavar="A,B,...", help="Train with each of these strategies, and compare."
 )
 @click.option("--metrics", metavar="DIR", help="Folder of metrics.jsonl.  [default: --checkpoint]")
-@click.option("--replay", metavar="LOG", help="metrics.jsonl of a plan.refit run: repeat it.")
+@click.option(
+    "--replay",
+    metavar="LOG",
+    help="metrics.jsonl of a run with plan.refit or --controller: repeat it.",
+)
 @click.option("--trace", metavar="FILE", help="Write a Chrome trace of the steps.")
 @common
 def command(
@@ -110,6 +132,11 @@ def command(
         return None
     if compare is not None and (settings.checkpoint.folder is not None or resume):
         raise InputError("--compare trains a fresh model each time: leave --checkpoint out")
+    if compare is not None and settings.control.policy is not None:
+        raise InputError(
+            "--compare trains plans on the same steps, and --controller changes what a step is: "
+            "leave one of them out"
+        )
     if compare is not None and replay is not None:
         raise InputError("--replay repeats one run: leave --compare out")
     if settings.plan.refit and metrics is None and settings.checkpoint.folder is None:
@@ -124,13 +151,14 @@ def command(
         documents = _read_documents(settings)
         jobs = []
         for one in every:
-            cost, reduce = planned_for(one, documents)
+            cost, reduce, gather = planned_for(one, documents)
             jobs.append(
                 Job(
                     settings=one,
                     documents=documents,
                     cost=cost,
                     reduce=reduce,
+                    gather=gather,
                     resume=resume,
                     metrics=_output(metrics, one, compare, folder=True),
                     trace=_output(trace, one, compare, folder=False),
@@ -161,6 +189,7 @@ _KEYS = {
     "init": "checkpoint.init",
     "eval_every": "train.eval_every",
     "target_loss": "train.target_loss",
+    "controller": "control.policy",
 }
 
 
@@ -240,10 +269,22 @@ def _check_checkpoint(settings: Any, resume: bool) -> None:
 
 
 def _check_replay(path: Path, settings: Any) -> None:
-    """The log must have the times of every step that a later plan depends on."""
+    """The log must have all that later plans and arms of every step depend on."""
     from dcp.trainer import Replay
 
     log = Replay.read(path)
+    policy = settings.control.policy
+    if log.decisions and policy is None:
+        raise InputError(f"--replay {path}: is of a run with a controller: add --controller POLICY")
+    if policy is not None and not log.decisions:
+        raise InputError(f"--replay {path}: holds no decisions of a controller")
+    for step in range(settings.steps) if log.decisions else ():
+        if step not in log.decisions:
+            raise InputError(f"--replay {path}: holds no decision after step {step}; lower --steps")
+    if settings.plan.refit and not log.busy_s:
+        raise InputError(f"--replay {path}: holds no times, and plan.refit needs them")
+    if not log.busy_s:
+        return
     for step in range(settings.steps):
         if step not in log.busy_s:
             raise InputError(f"--replay {path}: holds no times of step {step}; lower --steps")
@@ -300,6 +341,7 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         "reduce": job.reduce,
         "sequence_parallel": settings.plan.sequence_parallel,
         "prefetch": settings.plan.prefetch,
+        "gather": job.gather,
     }
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
@@ -315,6 +357,11 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
             model,
             settings.optimizer,
             loader,
+            controller=controller_of(settings),
+            precision=settings.train.precision,
+            feedback=settings.control.feedback,
+            hadamard=settings.control.hadamard,
+            nearest=settings.control.nearest,
             checkpoint=settings.checkpoint.folder,
             save_every=settings.checkpoint.save_every,
             keep=settings.checkpoint.keep,
@@ -346,15 +393,32 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
     }
 
 
-def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
-    """The cost model, and when gradients are reduced: settled here, the same for all ranks."""
+def controller_of(settings: Any) -> Any:
+    """The controller that the settings ask for, or None."""
+    if settings.control.policy is None:
+        return None
+    import dcp
+
+    return dcp.Controller(
+        settings.control.policy,
+        precisions=settings.control.precisions,
+        base=settings.control.base,
+        batch_multiples=settings.control.batch_multiples,
+    )
+
+
+def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
+    """The cost model, when gradients are reduced and how long gathered weights stay.
+
+    Settled here, the same for all ranks.
+    """
     import dcp
     from dcp.analytic import Shape, device_named, host_fixed_fields, host_group_token_bytes
     from dcp.reduction import choose_reduce
 
     config, plan = settings.transformer(), settings.plan
 
-    def cost(reduce: str) -> Any:
+    def cost(reduce: str, gather: str = "layer") -> Any:
         if plan.cost is None:
             threads = thread_count(settings.ranks)
             return dcp.CostModel.for_model(
@@ -364,18 +428,25 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
                 threads=threads,
                 optimizer=settings.optimizer,
                 prefetch=plan.prefetch,
+                gather=gather,
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
         return dataclasses.replace(
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
-            **host_fixed_fields(config, reduce, plan.windows, settings.optimizer, plan.prefetch),
+            **host_fixed_fields(
+                config, reduce, plan.windows, settings.optimizer, plan.prefetch, gather
+            ),
         )
 
+    gather = "layer" if plan.gather == "auto" else plan.gather
+    if plan.gather == "auto" and settings.link is not None and not plan.prefetch:
+        gather = "step" if _fits(settings, documents, cost("step", "step")) else "layer"
     reduce = plan.reduce
-    if reduce == "auto" and settings.memory is None:
-        reduce = "step"  # never moves more bytes
+    controlled = settings.control.policy is not None or settings.train.precision != "fp32"
+    if reduce == "auto" and (settings.memory is None or controlled):
+        reduce = "step"  # never moves more bytes, and codes are summed once a step
     elif reduce == "auto":
         moved = 4 * config.parameter_count() * (settings.ranks - 1) / settings.ranks
         once_s = moved / device_named("cpu").bytes_per_s
@@ -396,7 +467,30 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str]:
             )
         except dcp.InfeasibleError:
             reduce = "layer"  # the loader names the document
-    return cost(reduce), reduce
+    return cost(reduce, gather), reduce, gather
+
+
+def _fits(settings: Any, documents: Any, cost: Any) -> bool:
+    """Whether the longest document fits into memory with this cost model."""
+    import dcp
+
+    if settings.memory is None:
+        return True
+    longest = int(documents.lengths.max())
+    try:
+        dcp.plan(
+            [longest],
+            cost,
+            world_size=settings.ranks,
+            memory_bytes=step_memory(settings),
+            strategy=settings.strategy,
+            longest=longest,
+            rounds=True,
+            **plan_options(settings.plan),
+        )
+    except dcp.InfeasibleError:
+        return False
+    return True
 
 
 def _sampled_lengths(settings: Any, documents: Any) -> Any:
@@ -481,11 +575,15 @@ def _run(job: Job, label: str = "") -> dict[str, Any]:
                 steps.append({key: event[key] for key in STEP_KEYS})
             show(event)
 
-        ranks = dcp.launch(train_rank, settings.ranks, (job,), on_event=on_event)
+        ranks = dcp.launch(
+            train_rank, settings.ranks, (job,), on_event=on_event, link=link_of(settings)
+        )
     first = ranks[0]
     peaks = [rank["peak_bytes"] for rank in ranks]
     return {
         "strategy": settings.strategy,
+        "link": settings.link,
+        "controller": settings.control.policy,
         "world": settings.ranks,
         "model": dataclasses.asdict(config),
         "parameter_count": parameter_count,
@@ -497,6 +595,15 @@ def _run(job: Job, label: str = "") -> dict[str, Any]:
         "seconds_to_target": first["seconds_to_target"],
         "skipped_steps": first["skipped"],
     }
+
+
+def link_of(settings: Any) -> Any:
+    """The emulated link, or None."""
+    if settings.link is None:
+        return None
+    from dcp.link import Link
+
+    return Link.parse(settings.link)
 
 
 STEP_KEYS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,83 @@ def test_recompute_counts_read_back_from_toml(tmp_path: Path) -> None:
 def test_plan_settings_that_cannot_work(sets: list[str], options: Any, words: str) -> None:
     with pytest.raises(dcp.ArgumentError, match=words):
         load(sets=sets, options={"strategy": "fixed", **options})
+
+
+LINK = "50Mbit,background=3,dwell=10s"
+
+
+def test_control_settings() -> None:
+    bare = load()
+    assert bare.control.policy is None and bare.link is None and bare.train.precision == "fp32"
+    assert bare.plan.windows and bare.plan.reduce == "auto" and bare.plan.gather == "auto"
+    settings = load(
+        sets=["control.precisions=bf16,int8", "control.base=bf16", "control.batch_multiples=1,3"],
+        options={"control.policy": "joint"},
+    )
+    assert settings.control.policy == "joint" and settings.control.base == "bf16"
+    assert settings.control.precisions == ("bf16", "int8")
+    assert settings.control.batch_multiples == (1, 3)
+    one = load(sets=["control.batch_multiples=2", "control.precisions=['fp32']", "control=static"])
+    assert one.control.batch_multiples == (2,) and one.control.precisions == ("fp32",)
+    assert one.control.policy == "static"
+
+
+def test_control_settings_read_back_from_toml(tmp_path: Path) -> None:
+    for sets in (
+        ["control=joint", "control.feedback=false", f"link={LINK}", "plan.gather=layer"],
+        ["train.precision=int4", "control.hadamard=true"],
+        ["link=none", "control=none"],
+    ):
+        settings = load(sets=sets)
+        file = tmp_path / "printed.toml"
+        file.write_text(settings.to_toml())
+        assert load(config=file) == settings
+
+
+def test_a_link_sets_what_it_needs() -> None:
+    plan = load(options={"link": LINK}).plan
+    assert not plan.windows and plan.reduce == "step" and plan.gather == "auto"
+    agreed = load(sets=["plan.windows=false", "plan.reduce=auto"], options={"link": LINK})
+    assert agreed.plan == plan
+    with_windows = dataclasses.replace(load(), link=LINK)
+    with pytest.raises(dcp.ArgumentError, match=r"needs plan\.windows = false"):
+        with_windows.check()
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["control=joined"], "control.policy = 'joined' is unknown; did you mean 'joint'"),
+        (["control=oracle"], "dcp control simulate"),
+        (["control=best_fixed"], "dcp control simulate"),
+        (["control.precisions=fp32,int9"], "control.precisions: 'int9'.*did you mean 'int8'"),
+        (["control.precisions=[]"], "control.precisions is empty"),
+        (["control.precisions="], "control.precisions is empty"),
+        (["control.precisions=[1]"], "must be a list of words"),
+        (["control.precisions=fp32,fp32"], "twice"),
+        (["control.precisions=bf16,int8"], "control.base = 'fp32' is not among"),
+        (["control.base=fp16"], "control.base: 'fp16' is no precision; did you mean 'bf16'"),
+        (["control.batch_multiples=[]"], "control.batch_multiples is empty"),
+        (["control.batch_multiples=2,1"], "ascending"),
+        (["control.batch_multiples=0,1"], "integers >= 1"),
+        (["control.batch_multiples=1,1"], "twice"),
+        (["control.batch_multiples=1,two"], "list of integers"),
+        (["control.batch_multiples=[1.5]"], "list of integers"),
+        ([f"control.batch_multiples={list(range(1, 18))}"], "at most 16"),
+        (["control.feedbak=true"], "did you mean 'control.feedback'"),
+        (["train.precision=int5"], "did you mean 'int"),
+        (["train.precision=int4", "control=joint"], "train.precision = 'int4' fixes .*'joint'"),
+        (["train.precision=int4", "plan.reduce=layer"], "train.precision = 'int4' .*plan.reduce"),
+        (["control=joint", "plan.reduce=layer"], "control.policy = 'joint' .*plan.reduce"),
+        ([f"link={LINK}", "plan.windows=true"], "link = '50Mbit.* plan.windows = true was given"),
+        ([f"link={LINK}", "plan.reduce=layer"], "link = '50Mbit.* plan.reduce = 'layer' was"),
+        (["link=0Mbit"], "0"),
+        (["link=fast"], "fast"),
+        (["plan.gather=step"], "plan.windows = false"),
+        (["plan.gather=steps"], "did you mean 'step'"),
+        (["plan.windows=false", "plan.gather=step", "plan.prefetch=1"], "plan.prefetch = 1"),
+    ],
+)
+def test_control_settings_that_cannot_work(sets: list[str], words: str) -> None:
+    with pytest.raises(dcp.ArgumentError, match=words):
+        load(sets=sets)

@@ -398,3 +398,93 @@ def test_micro_batches_keep_the_memory_cap() -> None:
         for batch in step.micro_batches:
             count = batch.group[1]
             assert COST.memory(np.diff(batch.offsets), count, world_size=2) <= cap
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    multiples=st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=12),
+    size=st.integers(1, 3),
+)
+def test_multiples_change_only_where_steps_end(
+    lengths: list[int], multiples: list[list[int]], size: int
+) -> None:
+    """Every sequence once an epoch in the same order; the last of several calls counts."""
+    dataset = corpus(lengths)
+    ranks = [loader(dataset, rank, size) for rank in range(size)]
+    runs = [iter(one) for one in ranks]
+    order, now = Sampler(dataset.lengths, tokens_per_step=64, seed=0), 1
+    taken: list[int] = []
+    for changes in multiples:
+        for multiple in changes:
+            for one in ranks:
+                one.use_multiple(multiple)
+            now = multiple
+        place = ranks[0].state_dict()
+        assert place["multiple"] == now == ranks[0].multiple
+        steps = [next(run) for run in runs]
+        wanted, *_ = order.step(place["epoch"], place["position"], multiple=now)
+        assert len({step.plan.hash for step in steps}) == 1
+        for step in steps:
+            assert step.sequences.tolist() == wanted.tolist()
+        assert int(steps[0].lengths.sum()) <= 64 * now
+        taken += wanted.tolist()
+    epochs, rest = divmod(len(taken), len(lengths))
+    assert all(
+        taken[e * len(lengths) : (e + 1) * len(lengths)] == order.order(e).tolist()
+        for e in range(epochs)
+    )
+    assert taken[len(taken) - rest :] == order.order(epochs)[:rest].tolist()
+
+
+def test_multiple_of_an_epoch_ends_with_it() -> None:
+    """A budget beyond the epoch's end takes what is left of it, and nothing of the next one."""
+    one = loader(corpus([30] * 5))
+    steps = iter(one)
+    next(steps)
+    one.use_multiple(2**16)
+    assert [len(next(steps).sequences) for _ in range(3)] == [3, 5, 5]
+    assert one.state_dict()["epoch"] == 3
+
+
+def test_resume_with_a_multiple_on_another_world() -> None:
+    dataset = corpus([5, 9, 14, 30, 2, 2, 8] * 5)
+    first = loader(dataset)
+    steps = iter(first)
+    next(steps)
+    first.use_multiple(3)
+    next(steps)
+    second = loader(dataset, 1, 2)
+    second.load_state_dict(first.state_dict())
+    again = iter(second)
+    for _ in range(4):
+        assert next(steps).sequences.tolist() == next(again).sequences.tolist()
+    before = {k: v for k, v in loader(dataset).state_dict().items() if k != "multiple"}
+    second.load_state_dict(before)  # of a version that knew none
+    assert second.multiple == 1 and next(again).index == 0
+
+
+def test_multiple_is_planned_like_that_budget() -> None:
+    """Accumulation k is a step of k times the tokens: the very plan, micro-batches and scale."""
+    dataset = corpus([5, 9, 14, 30, 2, 2, 8, 61] * 5)
+    one, whole = loader(dataset, 1, 2), loader(dataset, 1, 2, tokens_per_step=192)
+    one.use_multiple(3)
+    for a, b in zip(take(one, 5), take(whole, 5), strict=True):
+        assert a.plan.hash == b.plan.hash and a.scale == b.scale and a.trainable == b.trainable
+        for left, right in zip(a.micro_batches, b.micro_batches, strict=True):
+            assert np.array_equal(left.tokens, right.tokens)
+
+
+@pytest.mark.parametrize("multiple", [0, -1, 2**16 + 1, 1.5, "2"])
+def test_multiples_that_cannot_be(multiple: Any) -> None:
+    one = loader(corpus([5]))
+    with pytest.raises((dcp.ArgumentError, dcp.DTypeError), match="multiple"):
+        one.use_multiple(multiple)
+    assert one.multiple == 1
+
+
+def test_evaluation_does_not_follow_the_multiple() -> None:
+    one = loader(corpus([20] * 60), eval_share=0.5)
+    before = [step.plan.hash for step in one.evaluation(tokens=600)]
+    one.use_multiple(4)
+    assert [step.plan.hash for step in one.evaluation(tokens=600)] == before and len(before) > 1

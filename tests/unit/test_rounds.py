@@ -529,7 +529,7 @@ def test_training_settles_when_gradients_are_reduced(tmp_path):
 
     def settled(**options):
         given = {"ranks": 4, "tokens_per_step": 512, "data.max_length": 256} | options
-        cost, reduce = planned_for(config.load(options=given), documents)
+        cost, reduce, _ = planned_for(config.load(options=given), documents)
         return cost.memory([256], 1, "full", world_size=4), reduce
 
     at_least = {reduce: settled(**{"plan.reduce": reduce})[0] for reduce in ("step", "layer")}

@@ -258,13 +258,19 @@ def test_evaluation_and_target() -> None:
     assert [event["step"] for event in evaluated] == list(range(2, report.last_step + 1, 2))
     assert report.eval_loss is not None and report.eval_loss <= 0.75
     assert all(event["eval_loss"] > 0.75 for event in evaluated[:-1])
-    seconds = sum(record.seconds for record in report.steps)
-    assert report.seconds_to_target == pytest.approx(seconds)
+    ends = list(itertools.accumulate(record.seconds for record in report.steps))
+    (at, above), (end, below) = ((e["step"], e["eval_loss"]) for e in evaluated[-2:])
+    share = (above - 0.75) / (above - below)
+    wanted = ends[at - 1] + share * (ends[end - 1] - ends[at - 1])
+    assert report.seconds_to_target == pytest.approx(wanted) and 0 < share <= 1
 
 
 def test_target_that_the_last_step_reaches_counts() -> None:
     report = Trainer(FakeModel(), ADAMW, FakeLoader(), target_loss=0.95).fit(3)
-    assert report.seconds_to_target is not None
+    seconds = sum(record.seconds for record in report.steps)
+    assert report.seconds_to_target == pytest.approx(seconds), "no evaluation before this one"
+    report = Trainer(FakeModel(), ADAMW, FakeLoader(), target_loss=0.01).fit(3)
+    assert report.seconds_to_target is None and report.eval_loss is not None
 
 
 def test_no_held_out_documents() -> None:

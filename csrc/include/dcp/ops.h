@@ -390,7 +390,10 @@ typedef struct dcp_sketch_args {
     X(adamw_runs)         \
     X(adamw8bit)          \
     X(adamw8bit_runs)     \
-    X(row_squares)
+    X(row_squares)        \
+    X(quantise)           \
+    X(dequantise)         \
+    X(sketch)
 
 #ifdef __cplusplus
 }
