@@ -84,7 +84,7 @@ def _run_function(task: dict[str, Any], report_fd: int) -> int:
         call: tuple[Callable[..., Any], tuple[Any, ...]] = pickle.loads(task["call"])
         fn, args = call
         world_module._emit = lambda obj: pipe.send("event", obj)
-        world = world_module.init()
+        world = world_module.init(link=task["link"])
         result = fn(world, *args)
         pipe.send("result", result)
         return 0

@@ -523,6 +523,8 @@ def host_fixed_fields(
     windows: bool = True,
     optimizer: Optimizer | None = None,
     prefetch: int = 0,
+    gather: str = "layer",
+    residual: bool = False,
 ) -> dict[str, Any]:
     """fp32 weights, gradients and the optimizer's state of dcp's own runtime, in bytes.
 
@@ -531,8 +533,12 @@ def host_fixed_fields(
     a place of its own, since the head uses it too. Then
     there are a rank's share of the world's staging memory, the tables of buffers and layouts, the
     padding of buffers, so that rank borders cut no block, and the table of rotary angles at its
-    largest, since one micro-batch's table can stay beside the activations of another.
+    largest, since one micro-batch's table can stay beside the activations of another. With `gather`
+    "step" all groups of weights stay; with `residual` a rank keeps what quantised gradients left
+    out, and the messages they travel in.
     """
+    if gather not in ("layer", "step"):
+        raise ArgumentError(f"gather = {gather!r} must be 'layer' or 'step'")
     if reduce not in ("step", "layer"):
         raise ArgumentError(f"reduce = {reduce!r} must be 'step' or 'layer'")
     count = config.parameter_count()
@@ -542,6 +548,8 @@ def host_fixed_fields(
     first = len(config.groups()) - len(groups)  # even and odd groups have a place each
     turns = [groups[(first + i) % 2 :: 2] for i in (0, 1)] if prefetch else [groups]
     gathered = 0 if windows else sum(map(max, turns)) + embedding
+    if gather == "step" and not windows:
+        gathered = count
     item = 2.0 if config.compute_dtype == "bfloat16" else 4.0
     # AdamW's two moments, where nothing is said
     state = (0.0, 8.0 * _PADDED * count)
@@ -549,6 +557,8 @@ def host_fixed_fields(
         state = host_state_bytes(config, optimizer, windows)
     once = _RUNTIME_BYTES + host_rotary_bytes(config, config.max_position_embeddings)
     whole = count if reduce == "step" else (2 if windows else 1) * max(groups) + embedding
+    if residual:
+        whole += 3 * count  # two messages of up to 4 bytes an element
     return {
         "fixed_bytes": _PADDED * (4.0 * whole + item * gathered) + once + state[0],
         "sharded_bytes": (4.0 if reduce == "step" else 8.0) * _PADDED * count + state[1],

@@ -305,6 +305,8 @@ class CostModel:
         windows: bool = True,
         optimizer: Optimizer | None = None,
         prefetch: int = 0,
+        gather: str = "layer",
+        residual: bool = False,
     ) -> CostModel:
         """Reckon the cost of training a model with dcp's own runtime on the CPU.
 
@@ -338,6 +340,10 @@ class CostModel:
             Whose state the ranks hold; default: AdamW's two fp32 moments.
         prefetch : int
             1: without windows each rank holds two groups, of which one is gathered ahead.
+        gather : {"layer", "step"}
+            "step": without windows gathered weights stay until they change.
+        residual : bool
+            Whether gradients travel in few bits: each rank keeps what these leave out.
 
         Returns
         -------
@@ -374,7 +380,9 @@ class CostModel:
         return cls(
             **analytic.time_fields(shape, chosen),
             **analytic.group_fields(shape, chosen),
-            **analytic.host_fixed_fields(config, reduce, windows, optimizer, prefetch),
+            **analytic.host_fixed_fields(
+                config, reduce, windows, optimizer, prefetch, gather, residual
+            ),
             **fitting.fit_memory(
                 activation_bytes or held,
                 shape.layers,

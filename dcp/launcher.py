@@ -16,10 +16,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from dcp import _env
 from dcp._dcp import AbortedError, ArgumentError, RankError
+
+if TYPE_CHECKING:
+    from dcp.link import Link
 
 __all__ = ["launch", "launch_command"]
 
@@ -323,6 +326,7 @@ def launch(
     args: Sequence[Any] = (),
     *,
     on_event: Callable[[Any], None] | None = None,
+    link: Link | None = None,
 ) -> list[Any]:
     """Run a function on several ranks of this machine and return what each returned.
 
@@ -344,6 +348,8 @@ def launch(
         Further arguments; the same for all ranks.
     on_event : callable, optional
         Called here with every object that rank 0 hands to `World.emit`, as they come.
+    link : dcp.link.Link, optional
+        Let data between the ranks take as long as on this link.
 
     Returns
     -------
@@ -375,7 +381,12 @@ def launch(
         raise ArgumentError(
             f"fn and args must be picklable to reach the ranks: {type(error).__name__}: {error}"
         ) from error
-    run = _Run(ranks, {"path": sys.path, "argv": sys.argv, "call": call}, with_reports=True)
+    if link is not None and ranks % link.machine_ranks != 0:
+        raise ArgumentError(
+            f"link: machine_ranks = {link.machine_ranks} must divide the {ranks} ranks"
+        )
+    task = {"path": sys.path, "argv": sys.argv, "call": call, "link": link}
+    run = _Run(ranks, task, with_reports=True)
     run.on_event = on_event
     try:
         if not run.wait(lambda child: child.result is None):

@@ -126,7 +126,11 @@ class ShardedModel:
         device: str = "cpu",
         sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
         prefetch: int = 0,
+        gather: Literal["layer", "step"] = "layer",
+        machine_ranks: int = 1,
     ) -> None:
+        if gather not in ("layer", "step"):
+            raise _dcp.ArgumentError(f'gather = {gather!r} must be "layer" or "step"')
         if prefetch not in (0, 1):
             raise _dcp.ArgumentError(f"prefetch = {prefetch!r} must be 0 or 1")
         if reduce not in ("step", "layer"):
@@ -153,7 +157,10 @@ class ShardedModel:
             no_windows=not windows,
             reduce_layer=reduce == "layer",
             prefetch=bool(prefetch),
+            gather_step=gather == "step",
+            machine_ranks=machine_ranks,
         )
+        self.gather = gather
         self.windows = bool(windows)
         self.reduce = reduce
         self._updates = 0

@@ -107,7 +107,9 @@ class Steering:
         return dict(self.arm)
 
     def step_options(self) -> dict[str, Any]:
-        """What the next `ShardedModel.step` is told."""
+        """What the next `ShardedModel.step` is told; nothing where gradients travel as ever."""
+        if self.controller is None and self.arm["precision"] == "fp32":
+            return {}
         return {
             "precision": self.arm["precision"],
             "quantise_seed": self._seed,

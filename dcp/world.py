@@ -8,13 +8,16 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp import _dcp, _env
 from dcp._dcp import ArgumentError, MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from dcp.link import Link
 
 __all__ = ["Traffic", "World", "init"]
 
@@ -82,7 +85,9 @@ class World(_dcp.World):
     local_rank, local_size : int
         The same among the ranks of this machine.
     transport : str
-        ``"self"`` or ``"shm"``.
+        ``"self"``, ``"shm"`` or, on a link, ``"emulated"``.
+    link : dcp.link.Link or None
+        The emulated link between the ranks.
 
     Examples
     --------
@@ -94,6 +99,7 @@ class World(_dcp.World):
 
     local_rank: int
     local_size: int
+    link: Link | None = None
 
     def _placed(self, local_rank: int, local_size: int) -> World:
         self.local_rank, self.local_size = local_rank, local_size
@@ -486,6 +492,7 @@ def init(
     *,
     timeout: float | None = None,
     join_timeout: float | None = None,
+    link: Link | None = None,
 ) -> World:
     """Meet the other ranks of this run.
 
@@ -502,6 +509,9 @@ def init(
         Seconds that a call waits for another rank; default ``DCP_TIMEOUT`` or 600.
     join_timeout : float, optional
         Seconds that ranks wait for each other here; default ``DCP_JOIN_TIMEOUT`` or 60.
+    link : dcp.link.Link, optional
+        Let data between ranks take as long as on this link, the same on all ranks. There are no
+        windows then.
 
     Returns
     -------
@@ -554,4 +564,6 @@ def init(
         )
     _worlds_made += 1
     _world = world._placed(place.local_rank, place.local_size)
+    if link is not None:
+        link.emulate(world)
     return world

@@ -81,6 +81,8 @@ PyArrayObject *bind_integers(PyObject *object, int type_num, const char *what);
  * object is none or is closed. */
 struct dcp_comm;
 struct dcp_comm *bind_world_comm(PyObject *world);
+/* Where a world keeps it, for what wraps it; NULL with an exception as above. */
+struct dcp_comm **bind_world_comm_slot(PyObject *world);
 
 /* A new dcp._dcp.Window of a world of `size` ranks; takes the window over, also when it
  * fails. */
@@ -116,5 +118,7 @@ int bind_dbuffer_register(PyObject *module);
 /* called by bind_dbuffer_register */
 int bind_shard_optimizer_register(PyObject *module);
 int bind_placement_register(PyObject *module);
+int bind_link_register(PyObject *module);
+int bind_control_register(PyObject *module);
 
 #endif

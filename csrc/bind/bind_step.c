@@ -28,7 +28,8 @@ checked(sharded_object_t *self)
 PyDoc_STRVAR(
     sharded_doc,
     "Sharded(world, config, *, device, block_rows, seed, initialise, forward_only, "
-    "frozen, no_windows, reduce_layer, sequence_parallel, prefetch)\n--\n\nA model "
+    "frozen, no_windows, reduce_layer, sequence_parallel, prefetch, gather_step, "
+    "machine_ranks)\n--\n\nA model "
     "sharded over "
     "the ranks of a "
     "world. Collective.");
@@ -48,6 +49,8 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
                             "reduce_layer",
                             "sequence_parallel",
                             "prefetch",
+                            "gather_step",
+                            "machine_ranks",
                             NULL};
     sharded_object_t *self = (sharded_object_t *)object;
     PyObject *world, *mapping, *frozen = Py_None;
@@ -55,12 +58,12 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
     long long block_rows = 1;
     unsigned long long seed = 0;
     int initialise = 1, forward_only = 0, no_windows = 0, reduce_layer = 0,
-        prefetch = 0;
+        prefetch = 0, gather_step = 0, machine_ranks = 1;
     int sequence_kind = DCP_SEQUENCE_AUTO;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$sLKppOppip", names, &world,
-                                     &mapping, &device_name, &block_rows, &seed,
-                                     &initialise, &forward_only, &frozen, &no_windows,
-                                     &reduce_layer, &sequence_kind, &prefetch)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OO|$sLKppOppippi", names, &world, &mapping, &device_name,
+            &block_rows, &seed, &initialise, &forward_only, &frozen, &no_windows,
+            &reduce_layer, &sequence_kind, &prefetch, &gather_step, &machine_ranks)) {
         return -1;
     }
     if (self->sharded != NULL) {
@@ -115,6 +118,8 @@ sharded_init(PyObject *object, PyObject *args, PyObject *kwargs)
         .reduce_layer = reduce_layer,
         .sequence_kind = (dcp_sequence_kind_t)sequence_kind,
         .prefetch = prefetch,
+        .gather_step = gather_step,
+        .machine_ranks = machine_ranks,
     };
     dcp_status_t status;
     BIND_NOGIL(status, dcp_sharded_create(comm, &config, device, pool, &options,

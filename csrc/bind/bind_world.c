@@ -564,6 +564,12 @@ bind_world_comm(PyObject *world)
     return comm;
 }
 
+struct dcp_comm **
+bind_world_comm_slot(PyObject *world)
+{
+    return bind_world_comm(world) != NULL ? &((world_t *)world)->comm : NULL;
+}
+
 PyDoc_STRVAR(die_with_parent_doc,
              "die_with_parent(parent)\n--\n\nKills this process when process `parent` "
              "ends. False if it has ended already.");
@@ -600,7 +606,7 @@ static PyMethodDef world_methods[] = {
 static PyGetSetDef world_getters[] = {
     {"rank", world_rank, NULL, "Number of this rank, 0 <= rank < size.", NULL},
     {"size", world_size, NULL, "Number of ranks.", NULL},
-    {"transport", world_transport, NULL, "How bytes travel: 'self' or 'shm'.", NULL},
+    {"transport", world_transport, NULL, "How bytes travel: 'self', 'shm' or 'emulated'.", NULL},
     {"closed", world_closed, NULL, "True after close().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -12,11 +12,11 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { SETTINGS = 9 };
+enum { SETTINGS = 10 };
 
 static const char *const names[SETTINGS] = {
-    "block_rows", "no_windows",        "reduce_layer", "forward_only",   "initialise",
-    "prefetch",   "sequence_parallel", "the model",    "what is frozen",
+    "block_rows", "no_windows",  "reduce_layer",      "forward_only", "initialise",
+    "prefetch",   "gather_step", "sequence_parallel", "the model",    "what is frozen",
 };
 
 /* FNV-1a. */
@@ -112,6 +112,7 @@ train_agree_on_options(const dcp_sharded_t *sharded,
         sharded->forward_only,
         options->initialise != 0,
         sharded->prefetch,
+        sharded->gather_step,
         (int64_t)options->sequence_kind,
         (int64_t)hash_model(&sharded->config),
         (int64_t)hash_bytes(hash_start, sharded->frozen, (size_t)sharded->tensor_count),

@@ -18,10 +18,14 @@
  * where the passes of a step meet, group 1, and 2 where the embedding is tied.
  *
  * All ranks decide alike, since all walk through the same passes.
+ * With `gather_step` every group has a place of its own, so that what is gathered
+ * stays, packed, until the weights change: for links on which bytes cost more than
+ * memory.
+ *
  * Cost of a pass: P parameters forward and the layers' again backward, each rank
- * receives (W - 1) / W of it; memory beside the shard: the largest group (two with
- * prefetch), and a tied embedding. With compute_dtype bf16 places hold bf16: half of
- * both; every rank rounds its shard on the way out.
+ * receives (W - 1) / W of it (gather_step: P a step); memory beside the shard: the
+ * largest group (two with prefetch), and a tied embedding. With compute_dtype bf16
+ * places hold bf16: half of both; every rank rounds its shard on the way out.
  */
 #include "train_private.h"
 
@@ -51,6 +55,9 @@ train_group_elements(const dcp_sharded_t *sharded, int32_t group)
 static int32_t
 place_of(const dcp_sharded_t *sharded, int32_t group)
 {
+    if (sharded->gather_step) {
+        return group;
+    }
     if (group == 0 && sharded->config.tie_word_embeddings) {
         return EMBEDDING_PLACE;
     }
@@ -67,7 +74,7 @@ create_places(dcp_sharded_t *sharded, int32_t *places)
         sharded->comm, sharded->layout,
         &(dcp_dbuffer_options_t){.kind = DCP_DBUFFER_LOCAL,
                                  .dtype = sharded->config.compute_dtype,
-                                 .places = places},
+                                 .places = sharded->gather_step ? NULL : places},
         &sharded->whole);
 }
 
@@ -90,11 +97,17 @@ dcp_status_t
 train_gather_create(dcp_sharded_t *sharded)
 {
     void *memory;
+    int32_t group_count = dcp_dbuffer_layout_group_count(sharded->layout);
+    sharded->place_count =
+        group_count > EMBEDDING_PLACE ? group_count : EMBEDDING_PLACE + 1;
+    DCP_TRY(dcp_alloc_array(sharded->place_count, (int64_t)sizeof(train_place_t),
+                            "places of groups", &memory));
+    sharded->places = memory;
     train_gather_forget(sharded);
     if (!sharded->no_windows) {
         return DCP_OK;
     }
-    int64_t count = 2 * (int64_t)dcp_dbuffer_layout_group_count(sharded->layout);
+    int64_t count = 2 * (int64_t)group_count;
     DCP_TRY(
         dcp_alloc_array(count, (int64_t)sizeof(int32_t), "groups of a pass", &memory));
     dcp_status_t status = create_places(sharded, memory);
@@ -109,12 +122,13 @@ void
 train_gather_destroy(dcp_sharded_t *sharded)
 {
     dcp_dbuffer_destroy(sharded->whole);
+    dcp_free(sharded->places);
 }
 
 void
 train_gather_forget(dcp_sharded_t *sharded)
 {
-    for (int32_t i = 0; i < TRAIN_PLACES; i++) {
+    for (int32_t i = 0; i < sharded->place_count; i++) {
         sharded->places[i] = (train_place_t){.group = -1};
     }
     sharded->packed_group = -1;
@@ -159,7 +173,8 @@ note_entered(dcp_sharded_t *sharded, int32_t group)
     train_place_t *place = &sharded->places[place_of(sharded, group)];
     int32_t last = dcp_dbuffer_layout_group_count(sharded->layout) - 1;
     int32_t layer = group > 0 && group < last;
-    if (!place->entered || (layer && sharded->packed_group != group)) {
+    int32_t lost = layer && !sharded->gather_step && sharded->packed_group != group;
+    if (!place->entered || lost) {
         dcp_model_group_changed(sharded->model, group);
     }
     place->entered = 1;

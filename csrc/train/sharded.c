@@ -192,6 +192,10 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
                         (long long)options->block_rows);
     }
     void *memory;
+    if (options->gather_step && options->prefetch) {
+        return DCP_FAIL(DCP_ERR_ARG, "gather_step keeps what is gathered: there is "
+                                     "nothing to prefetch, which must be 0");
+    }
     DCP_TRY(dcp_alloc_zeroed((int64_t)sizeof(dcp_sharded_t), "sharded model", &memory));
     dcp_sharded_t *sharded = memory;
     sharded->comm = comm;
@@ -202,6 +206,7 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->no_windows = options->no_windows != 0;
     sharded->reduce_layer = options->reduce_layer != 0;
     sharded->prefetch = options->prefetch != 0;
+    sharded->gather_step = options->gather_step != 0;
     sharded->tensor_count = dcp_model_tensor_count(config);
     sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);

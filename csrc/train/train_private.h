@@ -7,7 +7,6 @@
 enum { SHARDED_BUFFERS = 2 }; /* one a dcp_sharded_kind_t */
 
 /* What lies in a place that groups of tensors take turns in. */
-enum { TRAIN_PLACES = 3 };
 typedef struct train_place {
     int32_t group;   /* gathered into it, or about to be; -1: none */
     int32_t entered; /* a pass has been in it since */
@@ -41,7 +40,7 @@ struct dcp_sharded {
     dcp_optimizer_t *optimizer;              /* owned; NULL until it is set */
     step_record_t *records;                  /* owned, [ranks] */
     int64_t *record_counts;                  /* owned, [ranks] words of a record */
-    int32_t forward_only, no_windows, reduce_layer, prefetch; /* options */
+    int32_t forward_only, no_windows, reduce_layer, prefetch, gather_step; /* options */
 
     /* rounds.c */
     int32_t training;                      /* the present passes add to gradients */
@@ -54,8 +53,9 @@ struct dcp_sharded {
     double own_loss;     /* of these */
 
     /* gather.c: where whole weights lie; NULL with windows */
-    dcp_dbuffer_t *whole; /* owned; in the config's compute_dtype */
-    train_place_t places[TRAIN_PLACES];
+    dcp_dbuffer_t *whole;  /* owned; in the config's compute_dtype */
+    train_place_t *places; /* owned, [place_count] */
+    int32_t place_count;
     int32_t packed_group; /* the layer whose weights may be packed; -1: none */
 
     /* reduce_layer.c: where whole gradients of a group lie */

@@ -341,8 +341,9 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         "reduce": job.reduce,
         "sequence_parallel": settings.plan.sequence_parallel,
         "prefetch": settings.plan.prefetch,
-        "gather": job.gather,
     }
+    if job.gather != "layer":
+        sharding["gather"] = job.gather
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
         if settings.checkpoint.init is not None:
@@ -419,6 +420,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
     config, plan = settings.transformer(), settings.plan
 
     def cost(reduce: str, gather: str = "layer") -> Any:
+        kept = {"gather": gather} if gather != "layer" else {}
         if plan.cost is None:
             threads = thread_count(settings.ranks)
             return dcp.CostModel.for_model(
@@ -428,7 +430,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
                 threads=threads,
                 optimizer=settings.optimizer,
                 prefetch=plan.prefetch,
-                gather=gather,
+                **kept,
             )
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
@@ -436,7 +438,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
             **host_fixed_fields(
-                config, reduce, plan.windows, settings.optimizer, plan.prefetch, gather
+                config, reduce, plan.windows, settings.optimizer, plan.prefetch, **kept
             ),
         )
 
@@ -575,9 +577,8 @@ def _run(job: Job, label: str = "") -> dict[str, Any]:
                 steps.append({key: event[key] for key in STEP_KEYS})
             show(event)
 
-        ranks = dcp.launch(
-            train_rank, settings.ranks, (job,), on_event=on_event, link=link_of(settings)
-        )
+        linked = {} if settings.link is None else {"link": link_of(settings)}
+        ranks = dcp.launch(train_rank, settings.ranks, (job,), on_event=on_event, **linked)
     first = ranks[0]
     peaks = [rank["peak_bytes"] for rank in ranks]
     return {
@@ -598,9 +599,7 @@ def _run(job: Job, label: str = "") -> dict[str, Any]:
 
 
 def link_of(settings: Any) -> Any:
-    """The emulated link, or None."""
-    if settings.link is None:
-        return None
+    """The emulated link."""
     from dcp.link import Link
 
     return Link.parse(settings.link)

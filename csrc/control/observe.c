@@ -1,0 +1,107 @@
+/* What a step showed goes into the running means.
+ *
+ * Times are per token, since steps of one budget differ in tokens. Bandwidth is that of
+ * all that moved in the step. Noise numbers take the optimizer's own norm where it has
+ * one: Adam divides by its second moment, so noise counts there. What is NaN was not
+ * measured and changes nothing. */
+#include "control_private.h"
+
+#include <math.h>
+#include <stddef.h>
+
+static const double TIME_MEAN = 0.2;
+static const double ERROR_MEAN = 0.2;
+
+static int32_t
+uses_adam(const dcp_controller_t *controller, double adam)
+{
+    return controller->options.lr_rule == DCP_LR_SQRT_GAIN && !isnan(adam);
+}
+
+static void
+learn_noise(dcp_controller_t *controller, const dcp_observation_t *o)
+{
+    control_state_t *state = &controller->state;
+    int32_t adam = uses_adam(controller, o->adam_micro_squares);
+    dcp_noise_t noise =
+        dcp_noise_estimate(o->micro_batch_count, o->tokens,
+                           adam ? o->adam_micro_squares : o->micro_squares,
+                           adam ? o->adam_mean_squares : o->mean_squares,
+                           adam ? o->adam_reduce_error : o->reduce_error);
+    if (isfinite(noise.trace) && isfinite(noise.square)) {
+        control_mean_add(&state->trace, noise.trace, controller->options.noise_mean);
+        control_mean_add(&state->square, noise.square, controller->options.noise_mean);
+        state->noise_count++;
+    }
+    /* E |g_t - g_(t-1)|^2 = tr (1 / N_t + 1 / N_(t-1)): steps are drawn at random,
+     * while micro-batches are sorted by length */
+    noise = dcp_noise_estimate(o->micro_batch_count, o->tokens, o->micro_squares,
+                               o->mean_squares, o->reduce_error);
+    double tokens = (double)o->tokens;
+    if (isfinite(o->step_difference) && state->last_tokens > 0
+        && isfinite(noise.trace)) {
+        double inverse = 1.0 / tokens + 1.0 / state->last_tokens;
+        control_mean_add(&state->between, o->step_difference / inverse,
+                         controller->options.noise_mean);
+        control_mean_add(&state->within, noise.trace, controller->options.noise_mean);
+    }
+    state->last_tokens = tokens;
+}
+
+static void
+learn_errors(dcp_controller_t *controller, const dcp_observation_t *o)
+{
+    for (int32_t q = 0; q < DCP_PRECISION_COUNT; q++) {
+        double error =
+            uses_adam(controller, o->adam_error[q]) ? o->adam_error[q] : o->error[q];
+        if (isfinite(error)) {
+            control_mean_add(&controller->state.error[q], error, ERROR_MEAN);
+        }
+    }
+}
+
+static double
+or_zero(double x)
+{
+    return isfinite(x) ? x : 0.0;
+}
+
+int32_t
+control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
+              const dcp_observation_t *o)
+{
+    control_state_t *state = &controller->state;
+    int32_t reasons = 0, explained = 0;
+    double log_bandwidth = NAN;
+    double bytes = or_zero(o->reduce_bytes) + or_zero(o->gather_bytes);
+    double move_s = or_zero(o->reduce_s) + or_zero(o->gather_s);
+    double predicted_s = control_step_s(controller, world, (int32_t)state->precision,
+                                        (int32_t)state->multiple, (double)o->tokens);
+    if (bytes > 0 && move_s > 0) {
+        log_bandwidth = log(bytes / move_s);
+        double off = log_bandwidth - control_mean_value(&state->log_bandwidth);
+        explained = fabs(off) > 0.5 * controller->options.jump;
+        if (control_bandwidth_add(controller, log_bandwidth)) {
+            reasons |= DCP_REASON_JUMP;
+        }
+    }
+    if (o->tokens > 0) {
+        double tokens = (double)o->tokens;
+        control_mean_add(&state->token_s, o->compute_s / tokens, TIME_MEAN);
+        control_mean_add(&state->tokens, tokens / o->arm.multiple, TIME_MEAN);
+        double comm_s = move_s + or_zero(o->codec_s);
+        if (world->exposed_s != NULL) {
+            comm_s = world->exposed_s(world->context, comm_s,
+                                      o->compute_s / o->arm.multiple);
+        }
+        control_mean_add(&state->rest_s, fmax(0.0, o->step_s - o->compute_s - comm_s),
+                         TIME_MEAN);
+    }
+    state->gather_bytes = or_zero(o->gather_bytes);
+    reasons |=
+        control_monitor(controller, predicted_s, o->step_s, explained, log_bandwidth);
+    learn_noise(controller, o);
+    learn_errors(controller, o);
+    state->observed++;
+    return reasons;
+}
