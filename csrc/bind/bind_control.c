@@ -310,7 +310,7 @@ bind_control_options(PyObject *args, PyObject *keywords, bind_control_arrays_t *
     int rank_count, jump_count = 0, noise_steps = 0, dwell_steps = 0;
     *options = (dcp_control_options_t){.slope_limit = 4};
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "$sOsOLi|sdddidiidd", names, &policy, &precisions, &base,
+            args, keywords, "sOsOLi|$sdddidiidd", names, &policy, &precisions, &base,
             &multiples, &tokens_per_step, &rank_count, &lr_rule, &options->hysteresis,
             &options->bandwidth_mean, &options->jump, &jump_count, &options->noise_mean,
             &noise_steps, &dwell_steps, &options->error_limit, &options->slope_limit)) {
