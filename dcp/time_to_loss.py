@@ -547,7 +547,16 @@ def decision_log(run: Result, setup: Setup | None = None) -> str:
 
     Examples
     --------
-    See `dcp.controller.DecisionLog`.
+    >>> import pathlib, tempfile
+    >>> from dcp.controller import DecisionLog
+    >>> from dcp.time_to_loss import decision_log, time_to_loss
+    >>> run = time_to_loss(congestion=1, target=8.0, trace=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "metrics.jsonl")
+    ...     _ = file.write_text(decision_log(run))
+    ...     log = DecisionLog.read(file)
+    >>> len(log.replay()) == len(log.rows()) == run.steps
+    True
     """
     if run.trace is None or run.settings is None:
         raise ArgumentError("the run has no decisions: time_to_loss(policy, ..., trace=True)")

@@ -304,16 +304,21 @@ bind_control_options(PyObject *args, PyObject *keywords, bind_control_arrays_t *
         "rank_count",  "lr_rule",    "hysteresis",  "bandwidth_mean", "jump",
         "jump_count",  "noise_mean", "noise_steps", "dwell_steps",    "error_limit",
         "slope_limit", NULL};
-    const char *policy, *base, *lr_rule = "fixed";
-    PyObject *precisions, *multiples;
-    long long tokens_per_step;
-    int rank_count, jump_count = 0, noise_steps = 0, dwell_steps = 0;
+    const char *policy = NULL, *base = NULL, *lr_rule = "fixed";
+    PyObject *precisions = NULL, *multiples = NULL;
+    long long tokens_per_step = 0;
+    int rank_count = 0, jump_count = 0, noise_steps = 0, dwell_steps = 0;
     *options = (dcp_control_options_t){.slope_limit = 4};
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "sOsOLi|$sdddidiidd", names, &policy, &precisions, &base,
+            args, keywords, "|$sOsOLisdddidiidd", names, &policy, &precisions, &base,
             &multiples, &tokens_per_step, &rank_count, &lr_rule, &options->hysteresis,
             &options->bandwidth_mean, &options->jump, &jump_count, &options->noise_mean,
             &noise_steps, &dwell_steps, &options->error_limit, &options->slope_limit)) {
+        return -1;
+    }
+    if (policy == NULL || precisions == NULL || base == NULL || multiples == NULL) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                            "policy, precisions, base and multiples must be given"));
         return -1;
     }
     int place = place_of("policy", policy, policies, COUNT(policies));
@@ -450,14 +455,20 @@ controller_decide(PyObject *object, PyObject *args, PyObject *keywords)
     static char *names[] = {"observation",  "reduce_bytes",   "codec_s",
                             "bucket_count", "backward_share", NULL};
     dcp_controller_t *controller = controller_of(object);
-    PyObject *mapping, *bytes, *codec;
+    PyObject *mapping, *bytes = NULL, *codec = NULL;
     dcp_observation_t observation;
     estimates_t estimates = {.bucket_count = 1};
     if (controller == NULL
-        || !PyArg_ParseTupleAndKeywords(args, keywords, "OOO|$id", names, &mapping,
+        || !PyArg_ParseTupleAndKeywords(args, keywords, "O|$OOid", names, &mapping,
                                         &bytes, &codec, &estimates.bucket_count,
-                                        &estimates.backward_share)
-        || get_observation(mapping, &observation) < 0
+                                        &estimates.backward_share)) {
+        return NULL;
+    }
+    if (bytes == NULL || codec == NULL) {
+        return bind_raise(
+            DCP_FAIL(DCP_ERR_ARG, "reduce_bytes and codec_s must be given"));
+    }
+    if (get_observation(mapping, &observation) < 0
         || get_estimates(bytes, estimates.reduce_bytes) < 0
         || get_estimates(codec, estimates.codec_s) < 0) {
         return NULL;
@@ -512,9 +523,13 @@ static PyMethodDef controller_methods[] = {
     {"start", controller_start, METH_NOARGS, "start()\n--\n\nThe decision of step 0."},
     {"decide", (PyCFunction)(void (*)(void))controller_decide,
      METH_VARARGS | METH_KEYWORDS,
-     "decide(observation, reduce_bytes, codec_s, *, bucket_count=1, "
+     "decide(observation, *, reduce_bytes, codec_s, bucket_count=1, "
      "backward_share=0.0)\n--\n\nLearns from an observation "
      "and decides about the next step."},
+    {"step", bind_control_step, METH_O,
+     "step(sharded)\n--\n\nCollective. Observes what the model's latest step showed, "
+     "decides, and makes rank 0's decision everybody's: (observation, decision, "
+     "inputs)."},
     {"state", controller_state, METH_NOARGS,
      "state()\n--\n\nThe whole state, as bytes."},
     {"load_state", controller_load_state, METH_O,
