@@ -33,6 +33,7 @@ _HOME = {
     ),
     "init": "dcp.world",
     "World": "dcp.world",
+    "Traffic": "dcp.world",
     "launch": "dcp.launcher",
     "Transformer1D": "dcp.models",
     "Model": "dcp.models",

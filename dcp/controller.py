@@ -1,31 +1,88 @@
+<<<<<<< HEAD
+"""The controller: precision of gradients and tokens a step, tuned together while training.
+
+After every step it sees what the step took and what its gradients were like, and chooses the arm -
+(precision, batch multiple) - that promises to reach a target loss soonest. It is a state machine in
+the core without clock or randomness, so its log replays bit for bit.
+=======
 """The controller of a training run: gradient precision and tokens of a step, chosen together.
 
 After every step it sees what that step showed - times, gradient noise, the error of every
 precision - and picks the arm (precision, batch multiple) that promises to reach a target loss
 soonest: least steps needed times seconds a step (csrc/include/dcp/control.h). It is a state
 machine without clock and randomness, so a log of what it saw gives the same decisions again.
+>>>>>>> w-trainer
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+<<<<<<< HEAD
+from collections.abc import Sequence
+from dataclasses import dataclass
+=======
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+>>>>>>> w-trainer
 from pathlib import Path
 from typing import Any
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError, FileError, MismatchError
 
+<<<<<<< HEAD
+__all__ = ["POLICIES", "PRECISIONS", "Controller", "DecisionLog"]
+
+POLICIES = ("static", "precision", "accumulation", "decoupled", "joint")
+PRECISIONS = ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
+LOG_VERSION = 1
+REASONS = {
+    1: "start",
+    2: "another arm is better",
+    4: "bandwidth jumped",
+    8: "times are not as predicted",
+    16: "its error is too large",
+    32: "the loss rises",
+    64: "step skipped",
+    128: "from a log",
+}
+=======
 __all__ = ["Controller", "DecisionLog"]
 
 LOG_VERSION = 1
+>>>>>>> w-trainer
 
 
 @dataclass(frozen=True)
 class Controller:
+<<<<<<< HEAD
+    """Which arms there are, and how one is chosen.
+
+    Parameters
+    ----------
+    policy : {"joint", "static", "precision", "accumulation", "decoupled"}
+        `static`: base precision, least multiple. `precision`: the best precision at the least
+        multiple. `accumulation`: the best multiple at the base precision. `decoupled`: the
+        precision of the one with the multiple of the other. `joint`: the best pair.
+    precisions : sequence of str
+        Distinct; of ``fp32, bf16, fp8_e4m3, fp8_e5m2, int8, int4``.
+    base : str, optional
+        One of them; default the first.
+    batch_multiples : sequence of int
+        Ascending, from 1: tokens of a step = tokens_per_step x multiple.
+    hysteresis : float
+        Share of its objective that another arm must save.
+    noise_steps : int
+        Steps that are observed before the multiple changes.
+    dwell_steps : int
+        Least steps between two changes.
+    error_limit : float
+        Relative squared error above which a precision is not used.
+    slope_limit : float
+        Standard errors by which the loss must rise before a precision is left; 0: off.
+=======
     """Settings of a controller; `dcp.Trainer` makes it for the run.
 
     Parameters
@@ -58,22 +115,45 @@ class Controller:
     slope_limit : float
         A precision after whose choice the loss falls more slowly by so many standard errors is left
         for a while; 0: never.
+>>>>>>> w-trainer
 
     Raises
     ------
     dcp.ArgumentError
+<<<<<<< HEAD
+        A value breaks its rule.
+
+    Notes
+    -----
+    Steps needed follow McCandlish et al. (arXiv 1812.06162) with the noise of quantising in it; the
+    learning rate follows the batch by AdaScale's gain (arXiv 2007.05105), its square root for
+    optimizers that normalise their update.
+=======
         A name is unknown, a grid empty or unordered, a number breaks its rule.
+>>>>>>> w-trainer
 
     Examples
     --------
     >>> import dcp
+<<<<<<< HEAD
+    >>> controller = dcp.Controller("joint", batch_multiples=(1, 2, 4))
+    >>> core = controller.bind(16384, 2, dcp.optim.AdamW(lr=0.01))
+=======
     >>> controller = dcp.Controller("joint", precisions=("fp32", "int8"), batch_multiples=(1, 2))
     >>> core = controller.bind(4096, 2, dcp.optim.AdamW())
+>>>>>>> w-trainer
     >>> core.start()["arm"]
     {'precision': 'fp32', 'multiple': 1}
     """
 
     policy: str = "joint"
+<<<<<<< HEAD
+    _: dataclasses.KW_ONLY
+    precisions: Sequence[str] = ("fp32", "bf16", "int8", "int4")
+    base: str | None = None
+    batch_multiples: Sequence[int] = (1, 2, 4, 8)
+    hysteresis: float = 0.05
+=======
     _: KW_ONLY
     precisions: tuple[str, ...] = ("fp32", "bf16", "int8", "int4")
     base: str = "fp32"
@@ -84,12 +164,58 @@ class Controller:
     jump: float = 0.5
     jump_count: int = 3
     noise_mean: float = 0.05
+>>>>>>> w-trainer
     noise_steps: int = 8
     dwell_steps: int = 2
     error_limit: float = 0.5
     slope_limit: float = 4.0
 
     def __post_init__(self) -> None:
+<<<<<<< HEAD
+        if self.policy not in POLICIES:
+            raise ArgumentError(f"policy = {self.policy!r} must be one of {', '.join(POLICIES)}")
+        object.__setattr__(self, "precisions", tuple(self.precisions))
+        object.__setattr__(self, "batch_multiples", tuple(self.batch_multiples))
+        if not self.precisions:
+            raise ArgumentError("precisions is empty: name at least one")
+        if self.base is None:
+            object.__setattr__(self, "base", self.precisions[0])
+        self._core(1, 1, "fixed")  # checks the rest
+
+    def _core(self, tokens_per_step: int, rank_count: int, lr_rule: str) -> _dcp.Controller:
+        return _dcp.Controller(**self._keywords(tokens_per_step, rank_count, lr_rule))
+
+    def _keywords(self, tokens_per_step: int, rank_count: int, lr_rule: str) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "precisions": list(self.precisions),
+            "base": self.base,
+            "multiples": list(self.batch_multiples),
+            "tokens_per_step": tokens_per_step,
+            "rank_count": rank_count,
+            "lr_rule": lr_rule,
+            # 0 asks the core for its default, so none is asked for by a number below it
+            "hysteresis": self.hysteresis if self.hysteresis > 0 else -1.0,
+            "noise_steps": self.noise_steps,
+            "dwell_steps": self.dwell_steps,
+            "error_limit": self.error_limit,
+            "slope_limit": self.slope_limit,
+        }
+
+    def settings(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> dict[str, Any]:
+        """What a log and a checkpoint keep: equal settings make equal controllers.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.Controller().settings(4096, 2, dcp.optim.AdamW(lr=0.01))["lr_rule"]
+        'sqrt_gain'
+        """
+        return self._keywords(tokens_per_step, rank_count, _lr_rule(optimizer))
+
+    def bind(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> _dcp.Controller:
+        """Make the state machine for a run.
+=======
         for name in ("precisions", "batch_multiples"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
@@ -106,10 +232,18 @@ class Controller:
 
     def settings(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> dict[str, Any]:
         """What decides a run's controller, as plain data: keywords of ``dcp._dcp.Controller``.
+>>>>>>> w-trainer
 
         Parameters
         ----------
         tokens_per_step : int
+<<<<<<< HEAD
+            Of multiple 1.
+        rank_count : int
+            Ranks whose gradients are summed.
+        optimizer : dcp.optim.Optimizer
+            Decides how the learning rate follows the batch.
+=======
             Tokens of a step of multiple 1, for which the learning rate is set.
         rank_count : int
             Ranks whose quantised gradients are summed.
@@ -131,6 +265,7 @@ class Controller:
 
     def bind(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> Any:
         """Make the controller of one run; arguments as `settings`.
+>>>>>>> w-trainer
 
         Returns
         -------
@@ -140,7 +275,16 @@ class Controller:
         --------
         See the class.
         """
+<<<<<<< HEAD
+        return self._core(tokens_per_step, rank_count, _lr_rule(optimizer))
+
+
+def _lr_rule(optimizer: Any) -> str:
+    """AdamW, Muon and Shampoo normalise their update; what follows the gradient itself does not."""
+    return "gain" if getattr(optimizer, "name", "") == "sgd" else "sqrt_gain"
+=======
         return _dcp.Controller(**self.settings(tokens_per_step, rank_count, optimizer))
+>>>>>>> w-trainer
 
 
 @dataclass(frozen=True)
@@ -151,6 +295,26 @@ class DecisionLog:
     ----------
     path : Path
     settings : dict
+<<<<<<< HEAD
+        Keywords of the controller that wrote it.
+    state : bytes or None
+        Where it began, of a run that was resumed.
+    lines : list of dict
+        One a step: step, observation, decision, inputs.
+
+    Examples
+    --------
+    >>> import dcp, json, pathlib, tempfile
+    >>> from dcp.controller import DecisionLog
+    >>> from dcp.time_to_loss import decision_log, time_to_loss
+    >>> run = time_to_loss(congestion=1, target=8.0, trace=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "metrics.jsonl")
+    ...     _ = file.write_text(decision_log(run))
+    ...     log = DecisionLog.read(file)
+    >>> log.replay() == len(log.lines) == run.steps
+    True
+=======
         Of the controller.
     state : bytes or None
         That the log begins with, where the run was resumed into a new file.
@@ -175,6 +339,7 @@ class DecisionLog:
     >>> [decision["arm"]["precision"] for decision in DecisionLog.read(file).replay()]
     ['int8']
     >>> folder.cleanup()
+>>>>>>> w-trainer
     """
 
     path: Path
@@ -189,7 +354,11 @@ class DecisionLog:
         Raises
         ------
         dcp.FileError
+<<<<<<< HEAD
+            It cannot be read, a line is damaged, it is of another version, or holds no decisions.
+=======
             It cannot be read, is of another version, or holds no decisions.
+>>>>>>> w-trainer
 
         Examples
         --------
@@ -199,6 +368,41 @@ class DecisionLog:
             texts = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(f"log {path} cannot be read: {error}") from error
+<<<<<<< HEAD
+        settings: dict[str, Any] | None = None
+        state: bytes | None = None
+        lines: list[dict[str, Any]] = []
+        for number, text in enumerate(texts, 1):
+            try:
+                line = json.loads(text)
+                if line["kind"] != "control":
+                    continue
+                if "settings" in line:
+                    version = line.get("version")
+                    if version != LOG_VERSION:
+                        raise FileError(
+                            f"log {path}, line {number}: decisions of version {version}, this is "
+                            f"version {LOG_VERSION}"
+                        )
+                    if settings is None:
+                        settings = dict(line["settings"])
+                        state = bytes.fromhex(line["state"]) if "state" in line else None
+                lines.append({k: line[k] for k in ("step", "observation", "decision", "inputs")})
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(texts):  # the last line may be cut off by a kill
+                    raise FileError(f"log {path}, line {number}: not a record: {error}") from error
+        if settings is None or not lines:
+            raise FileError(f"log {path} holds no decisions: it is not of a run with a controller")
+        return cls(Path(path), settings, state, lines)
+
+    def replay(self) -> int:
+        """Let a fresh controller decide on what the log's saw, and compare bit for bit.
+
+        Returns
+        -------
+        int
+            Decisions compared.
+=======
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(texts, 1):
             try:
@@ -226,11 +430,16 @@ class DecisionLog:
         -------
         list of dict
             The decisions.
+>>>>>>> w-trainer
 
         Raises
         ------
         dcp.MismatchError
+<<<<<<< HEAD
+            The first one that differs: step, field, both values.
+=======
             A decision differs: the log is of another version's controller, or was changed.
+>>>>>>> w-trainer
 
         Examples
         --------
@@ -239,6 +448,65 @@ class DecisionLog:
         core = _dcp.Controller(**self.settings)
         if self.state is not None:
             core.load_state(self.state)
+<<<<<<< HEAD
+        for line in self.lines:
+            decision = core.decide(line["observation"], **line["inputs"])
+            for key, value in line["decision"].items():
+                if decision[key] != value:
+                    raise MismatchError(
+                        f"log {self.path}, step {line['step']}: {key} of the decision is "
+                        f"{decision[key]} here and {value} there"
+                    )
+        return len(self.lines)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a step, for tables and plots.
+
+        Returns
+        -------
+        list of dict
+            step, precision, multiple (of the step), seconds (from the log's start to its end),
+            step_s, predicted_s (by the decision before it), bandwidth, noise_tokens, loss,
+            changed, reasons (after it).
+
+        Examples
+        --------
+        See the class.
+        """
+        rows, clock, predicted = [], 0.0, None
+        for line in self.lines:
+            seen, decision = line["observation"], line["decision"]
+            clock += seen["step_s"] or 0.0
+            rows.append(
+                {
+                    "step": line["step"],
+                    "precision": seen["arm"]["precision"],
+                    "multiple": seen["arm"]["multiple"],
+                    "seconds": clock,
+                    "step_s": seen["step_s"],
+                    "predicted_s": predicted,
+                    "bandwidth": decision["bandwidth"],
+                    "noise_tokens": decision["noise_tokens"],
+                    "loss": seen["loss"],
+                    "changed": bool(decision["changed"]),
+                    "reasons": reasons(decision["reasons"]),
+                }
+            )
+            predicted = decision["predicted_s"]
+        return rows
+
+
+def reasons(flags: int) -> list[str]:
+    """What a decision's `reasons` say.
+
+    Examples
+    --------
+    >>> from dcp.controller import reasons
+    >>> reasons(6)
+    ['another arm is better', 'bandwidth jumped']
+    """
+    return [text for bit, text in REASONS.items() if flags & bit]
+=======
         return [self._again(core, line) for line in self.lines]
 
     def _again(self, core: Any, line: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,3 +518,4 @@ class DecisionLog:
                     f"and {value!r} there"
                 )
         return decision
+>>>>>>> w-trainer

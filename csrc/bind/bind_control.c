@@ -307,21 +307,16 @@ bind_control_options(PyObject *args, PyObject *keywords, bind_control_arrays_t *
         "rank_count",  "lr_rule",    "hysteresis",  "bandwidth_mean", "jump",
         "jump_count",  "noise_mean", "noise_steps", "dwell_steps",    "error_limit",
         "slope_limit", NULL};
-    const char *policy = NULL, *base = NULL, *lr_rule = "fixed";
-    PyObject *precisions = NULL, *multiples = NULL;
-    long long tokens_per_step = 0;
-    int rank_count = 0, jump_count = 0, noise_steps = 0, dwell_steps = 0;
+    const char *policy, *base, *lr_rule = "fixed";
+    PyObject *precisions, *multiples;
+    long long tokens_per_step;
+    int rank_count, jump_count = 0, noise_steps = 0, dwell_steps = 0;
     *options = (dcp_control_options_t){.slope_limit = 4};
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "|$sOsOLisdddidiidd", names, &policy, &precisions, &base,
+            args, keywords, "sOsOLi|$sdddidiidd", names, &policy, &precisions, &base,
             &multiples, &tokens_per_step, &rank_count, &lr_rule, &options->hysteresis,
             &options->bandwidth_mean, &options->jump, &jump_count, &options->noise_mean,
             &noise_steps, &dwell_steps, &options->error_limit, &options->slope_limit)) {
-        return -1;
-    }
-    if (policy == NULL || precisions == NULL || base == NULL || multiples == NULL) {
-        bind_raise(DCP_FAIL(DCP_ERR_ARG,
-                            "policy, precisions, base and multiples must be given"));
         return -1;
     }
     int place = place_of("policy", policy, policies, COUNT(policies));

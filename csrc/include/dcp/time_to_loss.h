@@ -51,7 +51,8 @@ typedef struct dcp_time_to_loss_options {
     double
         target_loss;   /* ERR_ARG where the model cannot reach it: its floor is named */
     double time_noise; /* standard deviation of the log of measured times */
-    double micro_batches; /* of multiple 1 over all ranks: how noisy noise scales are */
+    double micro_batches;    /* of multiple 1 over all ranks, and */
+    double noise_dimensions; /* that noise fills: how much noise scales scatter */
     uint64_t seed;
     int64_t step_limit;            /* ERR_TIMEOUT beyond; 0: 10 million */
     dcp_control_options_t control; /* policy may be one of the simulator's */
