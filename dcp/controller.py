@@ -1,38 +1,22 @@
-<<<<<<< HEAD
 """The controller: precision of gradients and tokens a step, tuned together while training.
 
 After every step it sees what the step took and what its gradients were like, and chooses the arm -
 (precision, batch multiple) - that promises to reach a target loss soonest. It is a state machine in
 the core without clock or randomness, so its log replays bit for bit.
-=======
-"""The controller of a training run: gradient precision and tokens of a step, chosen together.
-
-After every step it sees what that step showed - times, gradient noise, the error of every
-precision - and picks the arm (precision, batch multiple) that promises to reach a target loss
-soonest: least steps needed times seconds a step (csrc/include/dcp/control.h). It is a state
-machine without clock and randomness, so a log of what it saw gives the same decisions again.
->>>>>>> w-trainer
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-<<<<<<< HEAD
 from collections.abc import Sequence
 from dataclasses import dataclass
-=======
-import math
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
->>>>>>> w-trainer
 from pathlib import Path
 from typing import Any
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError, FileError, MismatchError
 
-<<<<<<< HEAD
 __all__ = ["POLICIES", "PRECISIONS", "Controller", "DecisionLog"]
 
 POLICIES = ("static", "precision", "accumulation", "decoupled", "joint")
@@ -48,16 +32,10 @@ REASONS = {
     64: "step skipped",
     128: "from a log",
 }
-=======
-__all__ = ["Controller", "DecisionLog"]
-
-LOG_VERSION = 1
->>>>>>> w-trainer
 
 
 @dataclass(frozen=True)
 class Controller:
-<<<<<<< HEAD
     """Which arms there are, and how one is chosen.
 
     Parameters
@@ -82,45 +60,10 @@ class Controller:
         Relative squared error above which a precision is not used.
     slope_limit : float
         Standard errors by which the loss must rise before a precision is left; 0: off.
-=======
-    """Settings of a controller; `dcp.Trainer` makes it for the run.
-
-    Parameters
-    ----------
-    policy : {"joint", "decoupled", "precision", "accumulation", "static"}
-        What it may choose: both together; each alone, then both; one of the two; nothing (`base`
-        and the least multiple).
-    precisions : sequence of str
-        "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4".
-    base : str
-        One of them, to begin with; the precision of "accumulation" and "static".
-    batch_multiples : sequence of int
-        Times `tokens_per_step` that a step may have, ascending.
-    lr_rule : {"fixed", "gain", "sqrt_gain"} or None
-        How the learning rate follows the multiple (AdaScale, arXiv 2007.05105); None: what suits
-        the optimizer, for those that normalise their update the square root of the gain.
-    hysteresis : float
-        Share by which another arm must promise less time; 0: none.
-    bandwidth_mean : float
-        Weight of the newest bandwidth in the running mean of its logarithm.
-    jump, jump_count : float, int
-        After so many differences of the logarithm above `jump` in one direction the mean begins
-        anew.
-    noise_mean, noise_steps : float, int
-        Weight of the newest noise numbers; observations before the multiple may leave the least.
-    dwell_steps : int
-        Least steps between two changes.
-    error_limit : float
-        A precision of greater relative squared error is not used.
-    slope_limit : float
-        A precision after whose choice the loss falls more slowly by so many standard errors is left
-        for a while; 0: never.
->>>>>>> w-trainer
 
     Raises
     ------
     dcp.ArgumentError
-<<<<<<< HEAD
         A value breaks its rule.
 
     Notes
@@ -128,50 +71,28 @@ class Controller:
     Steps needed follow McCandlish et al. (arXiv 1812.06162) with the noise of quantising in it; the
     learning rate follows the batch by AdaScale's gain (arXiv 2007.05105), its square root for
     optimizers that normalise their update.
-=======
-        A name is unknown, a grid empty or unordered, a number breaks its rule.
->>>>>>> w-trainer
 
     Examples
     --------
     >>> import dcp
-<<<<<<< HEAD
     >>> controller = dcp.Controller("joint", batch_multiples=(1, 2, 4))
     >>> core = controller.bind(16384, 2, dcp.optim.AdamW(lr=0.01))
-=======
-    >>> controller = dcp.Controller("joint", precisions=("fp32", "int8"), batch_multiples=(1, 2))
-    >>> core = controller.bind(4096, 2, dcp.optim.AdamW())
->>>>>>> w-trainer
     >>> core.start()["arm"]
     {'precision': 'fp32', 'multiple': 1}
     """
 
     policy: str = "joint"
-<<<<<<< HEAD
     _: dataclasses.KW_ONLY
     precisions: Sequence[str] = ("fp32", "bf16", "int8", "int4")
     base: str | None = None
     batch_multiples: Sequence[int] = (1, 2, 4, 8)
     hysteresis: float = 0.05
-=======
-    _: KW_ONLY
-    precisions: tuple[str, ...] = ("fp32", "bf16", "int8", "int4")
-    base: str = "fp32"
-    batch_multiples: tuple[int, ...] = (1, 2, 4, 8)
-    lr_rule: str | None = None
-    hysteresis: float = 0.05
-    bandwidth_mean: float = 0.3
-    jump: float = 0.5
-    jump_count: int = 3
-    noise_mean: float = 0.05
->>>>>>> w-trainer
     noise_steps: int = 8
     dwell_steps: int = 2
     error_limit: float = 0.5
     slope_limit: float = 4.0
 
     def __post_init__(self) -> None:
-<<<<<<< HEAD
         if self.policy not in POLICIES:
             raise ArgumentError(f"policy = {self.policy!r} must be one of {', '.join(POLICIES)}")
         object.__setattr__(self, "precisions", tuple(self.precisions))
@@ -215,57 +136,15 @@ class Controller:
 
     def bind(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> _dcp.Controller:
         """Make the state machine for a run.
-=======
-        for name in ("precisions", "batch_multiples"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            if not getattr(self, name):
-                raise ArgumentError(f"{name} is empty: name at least one")
-        for name in ("hysteresis", "bandwidth_mean", "jump", "noise_mean", "error_limit"):
-            value = getattr(self, name)
-            if not (0 <= value < math.inf) or (value == 0 and name != "hysteresis"):
-                least = ">= 0" if name == "hysteresis" else "> 0"
-                raise ArgumentError(f"{name} = {value!r} must be {least} and finite")
-        for name in ("jump_count", "noise_steps", "dwell_steps"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} = {getattr(self, name)!r} must be >= 1")
-        self.bind(1, 1, None)
-
-    def settings(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> dict[str, Any]:
-        """What decides a run's controller, as plain data: keywords of ``dcp._dcp.Controller``.
->>>>>>> w-trainer
 
         Parameters
         ----------
         tokens_per_step : int
-<<<<<<< HEAD
             Of multiple 1.
         rank_count : int
             Ranks whose gradients are summed.
         optimizer : dcp.optim.Optimizer
             Decides how the learning rate follows the batch.
-=======
-            Tokens of a step of multiple 1, for which the learning rate is set.
-        rank_count : int
-            Ranks whose quantised gradients are summed.
-        optimizer : dcp.optim.Optimizer or None
-            Decides the rule of the learning rate where none is given.
-
-        Examples
-        --------
-        >>> import dcp
-        >>> dcp.Controller().settings(4096, 2, dcp.optim.AdamW())["lr_rule"]
-        'sqrt_gain'
-        """
-        values = dataclasses.asdict(self)
-        values["multiples"] = list(values.pop("batch_multiples"))
-        values["precisions"] = list(values["precisions"])
-        values["lr_rule"] = self.lr_rule or getattr(optimizer, "lr_rule", "sqrt_gain")
-        values["hysteresis"] = self.hysteresis or -1.0  # 0 means the default there
-        return values | {"tokens_per_step": int(tokens_per_step), "rank_count": int(rank_count)}
-
-    def bind(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> Any:
-        """Make the controller of one run; arguments as `settings`.
->>>>>>> w-trainer
 
         Returns
         -------
@@ -275,16 +154,12 @@ class Controller:
         --------
         See the class.
         """
-<<<<<<< HEAD
         return self._core(tokens_per_step, rank_count, _lr_rule(optimizer))
 
 
 def _lr_rule(optimizer: Any) -> str:
     """AdamW, Muon and Shampoo normalise their update; what follows the gradient itself does not."""
     return "gain" if getattr(optimizer, "name", "") == "sgd" else "sqrt_gain"
-=======
-        return _dcp.Controller(**self.settings(tokens_per_step, rank_count, optimizer))
->>>>>>> w-trainer
 
 
 @dataclass(frozen=True)
@@ -295,7 +170,6 @@ class DecisionLog:
     ----------
     path : Path
     settings : dict
-<<<<<<< HEAD
         Keywords of the controller that wrote it.
     state : bytes or None
         Where it began, of a run that was resumed.
@@ -314,32 +188,6 @@ class DecisionLog:
     ...     log = DecisionLog.read(file)
     >>> log.replay() == len(log.lines) == run.steps
     True
-=======
-        Of the controller.
-    state : bytes or None
-        That the log begins with, where the run was resumed into a new file.
-    lines : list of dict
-        ``step``, ``observation``, ``decision``, ``inputs``, in order.
-
-    Examples
-    --------
-    >>> import json, pathlib, tempfile
-    >>> import dcp
-    >>> from dcp.controller import DecisionLog
-    >>> controller = dcp.Controller("static", precisions=["int8"], base="int8")
-    >>> core = controller.bind(4096, 2, None)
-    >>> seen = {"step": 0, "arm": core.start()["arm"], "tokens": 4096, "step_s": 0.5}
-    >>> inputs = {"reduce_bytes": {"int8": 1e6}, "codec_s": {"int8": 1e-3}}
-    >>> line = {"kind": "control", "step": 0, "version": 1, "observation": seen, "inputs": inputs,
-    ...         "decision": core.decide(seen, **inputs),
-    ...         "settings": controller.settings(4096, 2, None)}
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> file = pathlib.Path(folder.name, "metrics.jsonl")
-    >>> _ = file.write_text(json.dumps(line))
-    >>> [decision["arm"]["precision"] for decision in DecisionLog.read(file).replay()]
-    ['int8']
-    >>> folder.cleanup()
->>>>>>> w-trainer
     """
 
     path: Path
@@ -354,11 +202,7 @@ class DecisionLog:
         Raises
         ------
         dcp.FileError
-<<<<<<< HEAD
             It cannot be read, a line is damaged, it is of another version, or holds no decisions.
-=======
-            It cannot be read, is of another version, or holds no decisions.
->>>>>>> w-trainer
 
         Examples
         --------
@@ -368,7 +212,6 @@ class DecisionLog:
             texts = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(f"log {path} cannot be read: {error}") from error
-<<<<<<< HEAD
         settings: dict[str, Any] | None = None
         state: bytes | None = None
         lines: list[dict[str, Any]] = []
@@ -402,44 +245,11 @@ class DecisionLog:
         -------
         int
             Decisions compared.
-=======
-        lines: list[dict[str, Any]] = []
-        for number, text in enumerate(texts, 1):
-            try:
-                values = json.loads(text)
-                if values["kind"] == "control":
-                    lines.append(values)
-            except (ValueError, KeyError, TypeError) as error:
-                if number < len(texts):  # the last line may be cut off by a kill
-                    raise FileError(f"log {path}, line {number}: not a record: {error}") from error
-        if not lines:
-            raise FileError(f"log {path} holds no decisions of a controller")
-        head = lines[0]
-        if head.get("version") != LOG_VERSION:
-            raise FileError(
-                f"log {path} has decisions of version {head.get('version')!r}, this dcp reads "
-                f"{LOG_VERSION}"
-            )
-        state = bytes.fromhex(head["state"]) if "state" in head else None
-        return cls(Path(path), dict(head["settings"]), state, lines)
-
-    def replay(self) -> list[dict[str, Any]]:
-        """Give a fresh controller what was observed, and compare its decisions bit for bit.
-
-        Returns
-        -------
-        list of dict
-            The decisions.
->>>>>>> w-trainer
 
         Raises
         ------
         dcp.MismatchError
-<<<<<<< HEAD
             The first one that differs: step, field, both values.
-=======
-            A decision differs: the log is of another version's controller, or was changed.
->>>>>>> w-trainer
 
         Examples
         --------
@@ -448,7 +258,6 @@ class DecisionLog:
         core = _dcp.Controller(**self.settings)
         if self.state is not None:
             core.load_state(self.state)
-<<<<<<< HEAD
         for line in self.lines:
             decision = core.decide(line["observation"], **line["inputs"])
             for key, value in line["decision"].items():
@@ -506,16 +315,3 @@ def reasons(flags: int) -> list[str]:
     ['another arm is better', 'bandwidth jumped']
     """
     return [text for bit, text in REASONS.items() if flags & bit]
-=======
-        return [self._again(core, line) for line in self.lines]
-
-    def _again(self, core: Any, line: Mapping[str, Any]) -> dict[str, Any]:
-        decision: dict[str, Any] = core.decide(line["observation"], **line["inputs"])
-        for key, value in line["decision"].items():
-            if decision[key] != value:
-                raise MismatchError(
-                    f"log {self.path}: {key} after step {line['step']} is {decision[key]!r} here "
-                    f"and {value!r} there"
-                )
-        return decision
->>>>>>> w-trainer
