@@ -1,26 +1,26 @@
-"""The controller: precision of gradients and tokens a step, tuned together while training.
+"""The controller of a training run: gradient precision and tokens of a step, chosen together.
 
-After every step it sees what the step took and what its gradients were like, and chooses the arm -
-(precision, batch multiple) - that promises to reach a target loss soonest. It is a state machine in
-the core without clock or randomness, so its log replays bit for bit.
+After every step it sees what that step showed - times, gradient noise, the error of every
+precision - and picks the arm (precision, batch multiple) that promises to reach a target loss
+soonest: least steps needed times seconds a step (csrc/include/dcp/control.h). It is a state
+machine without clock and randomness, so a log of what it saw gives the same decisions again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError, FileError, MismatchError
 
-__all__ = ["POLICIES", "PRECISIONS", "Controller", "DecisionLog"]
+__all__ = ["Controller", "DecisionLog"]
 
-POLICIES = ("static", "precision", "accumulation", "decoupled", "joint")
-PRECISIONS = ("fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4")
 LOG_VERSION = 1
 REASONS = {
     1: "start",
@@ -36,115 +36,111 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Controller:
-    """Which arms there are, and how one is chosen.
+    """Settings of a controller; `dcp.Trainer` makes it for the run.
 
     Parameters
     ----------
-    policy : {"joint", "static", "precision", "accumulation", "decoupled"}
-        `static`: base precision, least multiple. `precision`: the best precision at the least
-        multiple. `accumulation`: the best multiple at the base precision. `decoupled`: the
-        precision of the one with the multiple of the other. `joint`: the best pair.
+    policy : {"joint", "decoupled", "precision", "accumulation", "static"}
+        What it may choose: both together; each alone, then both; one of the two; nothing (`base`
+        and the least multiple).
     precisions : sequence of str
-        Distinct; of ``fp32, bf16, fp8_e4m3, fp8_e5m2, int8, int4``.
-    base : str, optional
-        One of them; default the first.
+        "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4".
+    base : str
+        One of them, to begin with; the precision of "accumulation" and "static".
     batch_multiples : sequence of int
-        Ascending, from 1: tokens of a step = tokens_per_step x multiple.
+        Times `tokens_per_step` that a step may have, ascending.
+    lr_rule : {"fixed", "gain", "sqrt_gain"} or None
+        How the learning rate follows the multiple (AdaScale, arXiv 2007.05105); None: what suits
+        the optimizer, for those that normalise their update the square root of the gain.
     hysteresis : float
-        Share of its objective that another arm must save.
-    noise_steps : int
-        Steps that are observed before the multiple changes.
+        Share by which another arm must promise less time; 0: none.
+    bandwidth_mean : float
+        Weight of the newest bandwidth in the running mean of its logarithm.
+    jump, jump_count : float, int
+        After so many differences of the logarithm above `jump` in one direction the mean begins
+        anew.
+    noise_mean, noise_steps : float, int
+        Weight of the newest noise numbers; observations before the multiple may leave the least.
     dwell_steps : int
         Least steps between two changes.
     error_limit : float
-        Relative squared error above which a precision is not used.
+        A precision of greater relative squared error is not used.
     slope_limit : float
-        Standard errors by which the loss must rise before a precision is left; 0: off.
+        A precision after whose choice the loss falls more slowly by so many standard errors is left
+        for a while; 0: never.
 
     Raises
     ------
     dcp.ArgumentError
-        A value breaks its rule.
-
-    Notes
-    -----
-    Steps needed follow McCandlish et al. (arXiv 1812.06162) with the noise of quantising in it; the
-    learning rate follows the batch by AdaScale's gain (arXiv 2007.05105), its square root for
-    optimizers that normalise their update.
+        A name is unknown, a grid empty or unordered, a number breaks its rule.
 
     Examples
     --------
     >>> import dcp
-    >>> controller = dcp.Controller("joint", batch_multiples=(1, 2, 4))
-    >>> core = controller.bind(16384, 2, dcp.optim.AdamW(lr=0.01))
+    >>> controller = dcp.Controller("joint", precisions=("fp32", "int8"), batch_multiples=(1, 2))
+    >>> core = controller.bind(4096, 2, dcp.optim.AdamW())
     >>> core.start()["arm"]
     {'precision': 'fp32', 'multiple': 1}
     """
 
     policy: str = "joint"
-    _: dataclasses.KW_ONLY
-    precisions: Sequence[str] = ("fp32", "bf16", "int8", "int4")
-    base: str | None = None
-    batch_multiples: Sequence[int] = (1, 2, 4, 8)
+    _: KW_ONLY
+    precisions: tuple[str, ...] = ("fp32", "bf16", "int8", "int4")
+    base: str = "fp32"
+    batch_multiples: tuple[int, ...] = (1, 2, 4, 8)
+    lr_rule: str | None = None
     hysteresis: float = 0.05
+    bandwidth_mean: float = 0.3
+    jump: float = 0.5
+    jump_count: int = 3
+    noise_mean: float = 0.05
     noise_steps: int = 8
     dwell_steps: int = 2
     error_limit: float = 0.5
     slope_limit: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ArgumentError(f"policy = {self.policy!r} must be one of {', '.join(POLICIES)}")
-        object.__setattr__(self, "precisions", tuple(self.precisions))
-        object.__setattr__(self, "batch_multiples", tuple(self.batch_multiples))
-        if not self.precisions:
-            raise ArgumentError("precisions is empty: name at least one")
-        if self.base is None:
-            object.__setattr__(self, "base", self.precisions[0])
-        self._core(1, 1, "fixed")  # checks the rest
-
-    def _core(self, tokens_per_step: int, rank_count: int, lr_rule: str) -> _dcp.Controller:
-        return _dcp.Controller(**self._keywords(tokens_per_step, rank_count, lr_rule))
-
-    def _keywords(self, tokens_per_step: int, rank_count: int, lr_rule: str) -> dict[str, Any]:
-        return {
-            "policy": self.policy,
-            "precisions": list(self.precisions),
-            "base": self.base,
-            "multiples": list(self.batch_multiples),
-            "tokens_per_step": tokens_per_step,
-            "rank_count": rank_count,
-            "lr_rule": lr_rule,
-            # 0 asks the core for its default, so none is asked for by a number below it
-            "hysteresis": self.hysteresis if self.hysteresis > 0 else -1.0,
-            "noise_steps": self.noise_steps,
-            "dwell_steps": self.dwell_steps,
-            "error_limit": self.error_limit,
-            "slope_limit": self.slope_limit,
-        }
+        for name in ("precisions", "batch_multiples"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise ArgumentError(f"{name} is empty: name at least one")
+        for name in ("hysteresis", "bandwidth_mean", "jump", "noise_mean", "error_limit"):
+            value = getattr(self, name)
+            if not (0 <= value < math.inf) or (value == 0 and name != "hysteresis"):
+                least = ">= 0" if name == "hysteresis" else "> 0"
+                raise ArgumentError(f"{name} = {value!r} must be {least} and finite")
+        for name in ("jump_count", "noise_steps", "dwell_steps"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} = {getattr(self, name)!r} must be >= 1")
+        self.bind(1, 1, None)
 
     def settings(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> dict[str, Any]:
-        """What a log and a checkpoint keep: equal settings make equal controllers.
-
-        Examples
-        --------
-        >>> import dcp
-        >>> dcp.Controller().settings(4096, 2, dcp.optim.AdamW(lr=0.01))["lr_rule"]
-        'sqrt_gain'
-        """
-        return self._keywords(tokens_per_step, rank_count, _lr_rule(optimizer))
-
-    def bind(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> _dcp.Controller:
-        """Make the state machine for a run.
+        """What decides a run's controller, as plain data: keywords of ``dcp._dcp.Controller``.
 
         Parameters
         ----------
         tokens_per_step : int
-            Of multiple 1.
+            Tokens of a step of multiple 1, for which the learning rate is set.
         rank_count : int
-            Ranks whose gradients are summed.
-        optimizer : dcp.optim.Optimizer
-            Decides how the learning rate follows the batch.
+            Ranks whose quantised gradients are summed.
+        optimizer : dcp.optim.Optimizer or None
+            Decides the rule of the learning rate where none is given.
+
+        Examples
+        --------
+        >>> import dcp
+        >>> dcp.Controller().settings(4096, 2, dcp.optim.AdamW())["lr_rule"]
+        'sqrt_gain'
+        """
+        values = dataclasses.asdict(self)
+        values["multiples"] = list(values.pop("batch_multiples"))
+        values["precisions"] = list(values["precisions"])
+        values["lr_rule"] = self.lr_rule or getattr(optimizer, "lr_rule", "sqrt_gain")
+        values["hysteresis"] = self.hysteresis or -1.0  # 0 means the default there
+        return values | {"tokens_per_step": int(tokens_per_step), "rank_count": int(rank_count)}
+
+    def bind(self, tokens_per_step: int, rank_count: int, optimizer: Any) -> Any:
+        """Make the controller of one run; arguments as `settings`.
 
         Returns
         -------
@@ -154,12 +150,7 @@ class Controller:
         --------
         See the class.
         """
-        return self._core(tokens_per_step, rank_count, _lr_rule(optimizer))
-
-
-def _lr_rule(optimizer: Any) -> str:
-    """AdamW, Muon and Shampoo normalise their update; what follows the gradient itself does not."""
-    return "gain" if getattr(optimizer, "name", "") == "sgd" else "sqrt_gain"
+        return _dcp.Controller(**self.settings(tokens_per_step, rank_count, optimizer))
 
 
 @dataclass(frozen=True)
@@ -170,24 +161,30 @@ class DecisionLog:
     ----------
     path : Path
     settings : dict
-        Keywords of the controller that wrote it.
+        Of the controller.
     state : bytes or None
-        Where it began, of a run that was resumed.
+        That the log begins with, where the run was resumed into a new file.
     lines : list of dict
-        One a step: step, observation, decision, inputs.
+        ``step``, ``observation``, ``decision``, ``inputs``, in order.
 
     Examples
     --------
-    >>> import dcp, json, pathlib, tempfile
+    >>> import json, pathlib, tempfile
+    >>> import dcp
     >>> from dcp.controller import DecisionLog
-    >>> from dcp.time_to_loss import decision_log, time_to_loss
-    >>> run = time_to_loss(congestion=1, target=8.0, trace=True)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = pathlib.Path(folder, "metrics.jsonl")
-    ...     _ = file.write_text(decision_log(run))
-    ...     log = DecisionLog.read(file)
-    >>> log.replay() == len(log.lines) == run.steps
-    True
+    >>> controller = dcp.Controller("static", precisions=["int8"], base="int8")
+    >>> core = controller.bind(4096, 2, None)
+    >>> seen = {"step": 0, "arm": core.start()["arm"], "tokens": 4096, "step_s": 0.5}
+    >>> inputs = {"reduce_bytes": {"int8": 1e6}, "codec_s": {"int8": 1e-3}}
+    >>> line = {"kind": "control", "step": 0, "version": 1, "observation": seen, "inputs": inputs,
+    ...         "decision": core.decide(seen, **inputs),
+    ...         "settings": controller.settings(4096, 2, None)}
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> file = pathlib.Path(folder.name, "metrics.jsonl")
+    >>> _ = file.write_text(json.dumps(line))
+    >>> [decision["arm"]["precision"] for decision in DecisionLog.read(file).replay()]
+    ['int8']
+    >>> folder.cleanup()
     """
 
     path: Path
@@ -202,7 +199,7 @@ class DecisionLog:
         Raises
         ------
         dcp.FileError
-            It cannot be read, a line is damaged, it is of another version, or holds no decisions.
+            It cannot be read, is of another version, or holds no decisions.
 
         Examples
         --------
@@ -212,44 +209,38 @@ class DecisionLog:
             texts = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(f"log {path} cannot be read: {error}") from error
-        settings: dict[str, Any] | None = None
-        state: bytes | None = None
         lines: list[dict[str, Any]] = []
         for number, text in enumerate(texts, 1):
             try:
-                line = json.loads(text)
-                if line["kind"] != "control":
-                    continue
-                if "settings" in line:
-                    version = line.get("version")
-                    if version != LOG_VERSION:
-                        raise FileError(
-                            f"log {path}, line {number}: decisions of version {version}, this is "
-                            f"version {LOG_VERSION}"
-                        )
-                    if settings is None:
-                        settings = dict(line["settings"])
-                        state = bytes.fromhex(line["state"]) if "state" in line else None
-                lines.append({k: line[k] for k in ("step", "observation", "decision", "inputs")})
+                values = json.loads(text)
+                if values["kind"] == "control":
+                    lines.append(values)
             except (ValueError, KeyError, TypeError) as error:
                 if number < len(texts):  # the last line may be cut off by a kill
                     raise FileError(f"log {path}, line {number}: not a record: {error}") from error
-        if settings is None or not lines:
-            raise FileError(f"log {path} holds no decisions: it is not of a run with a controller")
-        return cls(Path(path), settings, state, lines)
+        if not lines:
+            raise FileError(f"log {path} holds no decisions of a controller")
+        head = lines[0]
+        if head.get("version") != LOG_VERSION:
+            raise FileError(
+                f"log {path} has decisions of version {head.get('version')!r}, this dcp reads "
+                f"{LOG_VERSION}"
+            )
+        state = bytes.fromhex(head["state"]) if "state" in head else None
+        return cls(Path(path), dict(head["settings"]), state, lines)
 
-    def replay(self) -> int:
-        """Let a fresh controller decide on what the log's saw, and compare bit for bit.
+    def replay(self) -> list[dict[str, Any]]:
+        """Give a fresh controller what was observed, and compare its decisions bit for bit.
 
         Returns
         -------
-        int
-            Decisions compared.
+        list of dict
+            The decisions.
 
         Raises
         ------
         dcp.MismatchError
-            The first one that differs: step, field, both values.
+            A decision differs: the log is of another version's controller, or was changed.
 
         Examples
         --------
@@ -258,15 +249,17 @@ class DecisionLog:
         core = _dcp.Controller(**self.settings)
         if self.state is not None:
             core.load_state(self.state)
-        for line in self.lines:
-            decision = core.decide(line["observation"], **line["inputs"])
-            for key, value in line["decision"].items():
-                if decision[key] != value:
-                    raise MismatchError(
-                        f"log {self.path}, step {line['step']}: {key} of the decision is "
-                        f"{decision[key]} here and {value} there"
-                    )
-        return len(self.lines)
+        return [self._again(core, line) for line in self.lines]
+
+    def _again(self, core: Any, line: Mapping[str, Any]) -> dict[str, Any]:
+        decision: dict[str, Any] = core.decide(line["observation"], **line["inputs"])
+        for key, value in line["decision"].items():
+            if decision[key] != value:
+                raise MismatchError(
+                    f"log {self.path}: {key} after step {line['step']} is {decision[key]!r} here "
+                    f"and {value!r} there"
+                )
+        return decision
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a step, for tables and plots.

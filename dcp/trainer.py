@@ -423,6 +423,10 @@ class Trainer:
                 data.micro_batches, scale=data.scale, groups=data.plan.groups
             )
             any_tokens = True
+        if getattr(self.model, "gather", "layer") == "step":
+            # what was gathered here would be free for the next step: then the distance of
+            # evaluations would decide what steps take, and a controller would see two kinds
+            self.model.weights_changed()
         loss = _finite(total) if any_tokens else None
         self._evaluated = self.step
         report.eval_loss = loss
