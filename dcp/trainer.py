@@ -504,7 +504,7 @@ class Trainer:
             return
         runs = self.model.residual(make=True)
         for count, rank in enumerate(saved[self.world.rank :: self.world.size]):
-            parts = [dataclasses.replace(run, array=run.array.copy()) for run in runs]
+            parts = [run._replace(array=run.array.copy()) for run in runs]
             checkpoint.load(path, shards={f"{RESIDUAL}{rank}": parts}, shapes=self.model.shapes)
             for run, part in zip(runs, parts, strict=True):
                 run.array[:] = part.array if count == 0 else run.array + part.array
