@@ -226,6 +226,8 @@ class Sharded:
         reduce_layer: bool = False,
         sequence_parallel: int = 0,
         prefetch: bool = False,
+        gather_step: bool = False,
+        machine_ranks: int = 1,
     ) -> None: ...
     def step(
         self,
@@ -241,6 +243,12 @@ class Sharded:
         skip_nonfinite: bool = False,
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
+        precision: str = "fp32",
+        hadamard: bool = False,
+        nearest: bool = False,
+        feedback: bool = False,
+        quantise_seed: int = 0,
+        statistics: bool = False,
     ) -> dict[str, Any]: ...
     def gradients(
         self,
@@ -272,6 +280,8 @@ class Sharded:
         /,
     ) -> float: ...
     def publish(self) -> None: ...
+    def note_step(self, precision: str, multiple: int, seconds: float, /) -> None: ...
+    def residual(self, make: bool, /) -> list[tuple[int, int, NDArray[np.float32]]]: ...
     def tensor_view(self, kind: int, index: int, /) -> NDArray[np.float32]: ...
     def runs(self, kind: int, /) -> list[tuple[int, int, NDArray[np.float32]]]: ...
     def tensors(self) -> list[tuple[str, tuple[int, ...], str, bool]]: ...
