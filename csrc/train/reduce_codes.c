@@ -98,7 +98,7 @@ set_segments(const dcp_sharded_t *sharded, bool feedback,
 
 static dcp_status_t
 make_segments(const dcp_sharded_t *sharded, bool feedback, void **memory_p,
-                    dcp_reduce_segment_t **segments_p, int64_t *segment_count_p)
+              dcp_reduce_segment_t **segments_p, int64_t *segment_count_p)
 {
     int64_t groups = dcp_dbuffer_layout_group_count(sharded->layout);
     int64_t words = groups * dcp_comm_size(sharded->comm);
@@ -121,8 +121,7 @@ train_reduce_codes(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     void *memory;
     dcp_reduce_segment_t *segments;
     int64_t count;
-    DCP_TRY(
-        make_segments(sharded, args->feedback != 0, &memory, &segments, &count));
+    DCP_TRY(make_segments(sharded, args->feedback != 0, &memory, &segments, &count));
     dcp_reduce_args_t reduce = {
         .segments = segments,
         .segment_count = count,

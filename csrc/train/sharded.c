@@ -228,6 +228,7 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
     }
     dcp_optimizer_destroy(sharded->optimizer);
     train_statistics_destroy(sharded->statistics);
+    train_factors_destroy(sharded->factors);
     dcp_reducer_destroy(sharded->reducer);
     dcp_dbuffer_destroy(sharded->residual);
     dcp_model_destroy(sharded->model);

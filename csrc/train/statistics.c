@@ -8,6 +8,9 @@
  * tokens adds c_i = n_i / N times its mean gradient g_i, so n_i |g_i|^2 = N^2 / n_i
  * |c_i|^2.
  *
+ * All of it is also measured in the optimizer's metric (statistics_adam.c), where that
+ * is known: sketches and squares take a factor a block.
+ *
  * The error of every precision is measured by quantising runs of blocks without sending
  * them: one element in 32, others in every step. The difference to the step before is
  * that of sketches of each rank's shard.
@@ -26,8 +29,8 @@
 
 enum {
     B = DCP_SKETCH_BUCKETS,
-    SHADOW_RUN = 8 * DCP_PRECISION_BLOCK, /* elements of a run that is quantised */
-    SHADOW_SHARE = 32,                    /* one element in so many */
+    SHADOW_BLOCKS = 8, /* of a run that is quantised */
+    SHADOW_SHARE = 32, /* one element in so many */
 };
 static const uint64_t sketch_seed = UINT64_C(0x736b65746368);
 
@@ -35,13 +38,15 @@ static const uint64_t sketch_seed = UINT64_C(0x736b65746368);
 typedef struct shared_part {
     double first_rank, ordinal; /* which one: the n-th of this group in the step */
     double token_count;         /* trainable, of the whole micro-batch */
-    double sums[B];
+    double sums[B], adam[B];
 } shared_part_t;
 
 /* What a rank tells the others; doubles, so that one gather carries it. */
 typedef struct numbers {
     double micro_squares, micro_count; /* of its own micro-batches */
     double squares, error[DCP_PRECISION_COUNT];
+    double adam_micro_squares, adam_squares, adam_error[DCP_PRECISION_COUNT];
+    double adam_mean_squares, adam_sent; /* of its shard; of its whole gradient */
     double reduce_error;
     double difference; /* < 0: none */
     double codec_s, reduce_s, gather_s, reduce_bytes, gather_bytes;
@@ -49,7 +54,9 @@ typedef struct numbers {
 } numbers_t;
 
 struct train_statistics {
-    double before[B], after[B]; /* of the gradients so far */
+    double before[B], after[B];           /* of the gradients so far */
+    double adam_before[B], adam_after[B]; /* the same in the optimizer's metric */
+    bool adam;                            /* which is known in this step */
     double latest[B], shard[B]; /* of the shard after the step before, and now */
     bool has_latest;
     numbers_t own;
@@ -99,7 +106,7 @@ err_statistics:
 
 /* Sketch of all that lies in this rank's gradient buffer. */
 static dcp_status_t
-sketch_gradients(const dcp_sharded_t *sharded, double *sums)
+sketch_gradients(const dcp_sharded_t *sharded, const float *factors, double *sums)
 {
     memset(sums, 0, B * sizeof sums[0]);
     return dcp_cpu_sketch(
@@ -107,9 +114,20 @@ sketch_gradients(const dcp_sharded_t *sharded, double *sums)
         &(dcp_sketch_args_t){
             .count = dcp_dbuffer_layout_elements(sharded->layout),
             .x = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]),
+            .weights = factors,
             .seed = sketch_seed,
             .sums = sums,
         });
+}
+
+/* In both metrics. */
+static dcp_status_t
+sketch_both(const dcp_sharded_t *sharded, double *sums, double *adam)
+{
+    DCP_TRY(sketch_gradients(sharded, NULL, sums));
+    return sharded->statistics->adam
+               ? sketch_gradients(sharded, train_factors(sharded), adam)
+               : DCP_OK;
 }
 
 static double
@@ -133,10 +151,12 @@ train_statistics_begin(dcp_sharded_t *sharded)
     int64_t start = dcp_clock_ns();
     s->own = (numbers_t){0};
     s->shared_count = 0;
+    s->adam = train_factors(sharded) != NULL;
+    memset(s->before, 0, sizeof s->before);
+    memset(s->adam_before, 0, sizeof s->adam_before);
+    memset(s->adam_after, 0, sizeof s->adam_after);
     if (sharded->accumulated) {
-        DCP_TRY(sketch_gradients(sharded, s->before));
-    } else {
-        memset(s->before, 0, sizeof s->before);
+        DCP_TRY(sketch_both(sharded, s->before, s->adam_before));
     }
     s->spent_ns = dcp_clock_ns() - start;
     return DCP_OK;
@@ -178,6 +198,7 @@ keep_shared(train_statistics_t *s, const dcp_micro_batch_t *micro, int64_t token
     part->token_count = (double)tokens;
     for (int i = 0; i < B; i++) {
         part->sums[i] = s->after[i] - s->before[i];
+        part->adam[i] = s->adam_after[i] - s->adam_before[i];
     }
     s->shared_count++;
     return DCP_OK;
@@ -192,15 +213,50 @@ train_statistics_batch(dcp_sharded_t *sharded, const dcp_micro_batch_t *micro)
     if (tokens == 0 && micro->rank_count == 1) {
         return DCP_OK; /* it added nothing */
     }
-    DCP_TRY(sketch_gradients(sharded, s->after));
+    DCP_TRY(sketch_both(sharded, s->after, s->adam_after));
     if (micro->rank_count > 1) {
         DCP_TRY(keep_shared(s, micro, tokens));
     } else {
         s->own.micro_squares += square_length(s->after, s->before) / (double)tokens;
+        s->own.adam_micro_squares +=
+            square_length(s->adam_after, s->adam_before) / (double)tokens;
         s->own.micro_count += 1;
     }
     memcpy(s->before, s->after, sizeof s->before);
+    memcpy(s->adam_before, s->adam_after, sizeof s->adam_before);
     s->spent_ns += dcp_clock_ns() - start;
+    return DCP_OK;
+}
+
+/* Quantises one block in every precision, sending nothing. */
+static dcp_status_t
+block_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args, const float *x,
+             int64_t block)
+{
+    numbers_t *own = &sharded->statistics->own;
+    const float *squared = train_factors_squared(sharded);
+    double weight = sharded->statistics->adam ? (double)squared[block] : 0.0;
+    for (int q = DCP_PRECISION_BF16; q < DCP_PRECISION_COUNT; q++) {
+        double squares[2] = {0, 0};
+        DCP_TRY(
+            dcp_cpu_quantise(sharded->pool, &(dcp_quantise_args_t){
+                                                .count = DCP_PRECISION_BLOCK,
+                                                .x = x + block * DCP_PRECISION_BLOCK,
+                                                .precision = (dcp_precision_t)q,
+                                                .hadamard = args->hadamard,
+                                                .nearest = args->nearest,
+                                                .seed = args->quantise_seed,
+                                                .stream = (uint64_t)args->step,
+                                                .first = block * DCP_PRECISION_BLOCK,
+                                                .squares = squares,
+                                            }));
+        own->error[q] += squares[1];
+        own->adam_error[q] += squares[1] * weight;
+        if (q == DCP_PRECISION_BF16) {
+            own->squares += squares[0];
+            own->adam_squares += squares[0] * weight;
+        }
+    }
     return DCP_OK;
 }
 
@@ -210,26 +266,14 @@ train_statistics_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     train_statistics_t *s = sharded->statistics;
     int64_t start = dcp_clock_ns();
     const float *x = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]);
-    int64_t runs = dcp_dbuffer_layout_elements(sharded->layout) / SHADOW_RUN;
+    int64_t runs = dcp_dbuffer_layout_elements(sharded->layout)
+                   / (SHADOW_BLOCKS * DCP_PRECISION_BLOCK);
     /* a run in 32, at a place that moves on by steps; small models: all */
     int64_t stride = runs >= 4 * SHADOW_SHARE ? SHADOW_SHARE : 1;
     int64_t offset = (args->step * 11) % stride;
     for (int64_t run = offset; run < runs; run += stride) {
-        for (int q = DCP_PRECISION_BF16; q < DCP_PRECISION_COUNT; q++) {
-            double squares[2] = {0, 0};
-            DCP_TRY(dcp_cpu_quantise(sharded->pool, &(dcp_quantise_args_t){
-                                                        .count = SHADOW_RUN,
-                                                        .x = x + run * SHADOW_RUN,
-                                                        .precision = (dcp_precision_t)q,
-                                                        .hadamard = args->hadamard,
-                                                        .nearest = args->nearest,
-                                                        .seed = args->quantise_seed,
-                                                        .stream = (uint64_t)args->step,
-                                                        .first = run * SHADOW_RUN,
-                                                        .squares = squares,
-                                                    }));
-            s->own.error[q] += squares[1];
-            s->own.squares += q == DCP_PRECISION_BF16 ? squares[0] : 0.0;
+        for (int64_t b = run * SHADOW_BLOCKS; b < (run + 1) * SHADOW_BLOCKS; b++) {
+            DCP_TRY(block_errors(sharded, args, x, b));
         }
     }
     s->spent_ns += dcp_clock_ns() - start;
@@ -259,7 +303,7 @@ sketch_shard(const dcp_sharded_t *sharded, double *sums)
 
 /* Adds up the parts of every shared micro-batch, in rank order. Collective. */
 static dcp_status_t
-combine_shared(dcp_sharded_t *sharded, double *squares_p, double *count_p)
+combine_shared(dcp_sharded_t *sharded, numbers_t *sum)
 {
     train_statistics_t *s = sharded->statistics;
     int32_t ranks = dcp_comm_size(sharded->comm);
@@ -287,13 +331,16 @@ combine_shared(dcp_sharded_t *sharded, double *squares_p, double *count_p)
                 && parts[j].ordinal == parts[i].ordinal) {
                 for (int b = 0; b < B; b++) {
                     parts[i].sums[b] += parts[j].sums[b];
+                    parts[i].adam[b] += parts[j].adam[b];
                 }
                 parts[j].ordinal = -1;
             }
         }
         if (parts[i].token_count > 0) {
-            *squares_p += square_length(parts[i].sums, NULL) / parts[i].token_count;
-            *count_p += 1;
+            double tokens = parts[i].token_count;
+            sum->micro_squares += square_length(parts[i].sums, NULL) / tokens;
+            sum->adam_micro_squares += square_length(parts[i].adam, NULL) / tokens;
+            sum->micro_count += 1;
         }
     }
     dcp_free(memory);
@@ -322,8 +369,13 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
         sum->micro_squares += other->micro_squares;
         sum->micro_count += other->micro_count;
         sum->squares += other->squares;
+        sum->adam_micro_squares += other->adam_micro_squares;
+        sum->adam_squares += other->adam_squares;
+        sum->adam_mean_squares += other->adam_mean_squares;
+        sum->adam_sent += other->adam_sent;
         for (int q = 0; q < DCP_PRECISION_COUNT; q++) {
             sum->error[q] += other->error[q];
+            sum->adam_error[q] += other->adam_error[q];
         }
         sum->reduce_error += other->reduce_error;
         sum->difference = sum->difference < 0 || other->difference < 0
@@ -335,7 +387,7 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
         sum->reduce_bytes = greater(sum->reduce_bytes, other->reduce_bytes);
         sum->gather_bytes = greater(sum->gather_bytes, other->gather_bytes);
     }
-    return combine_shared(sharded, &sum->micro_squares, &sum->micro_count);
+    return combine_shared(sharded, sum);
 }
 
 /* The difference to the step before, where both were finite. */
@@ -370,6 +422,11 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
     s->own.gather_s = (double)sharded->gather_ns * 1e-9;
     s->own.gather_bytes = (double)sharded->gathered_bytes;
     s->own.shared_count = (double)s->shared_count;
+    if (s->adam) {
+        double ranks = dcp_comm_size(sharded->comm);
+        s->own.adam_mean_squares = train_factors_shard_squares(sharded);
+        s->own.adam_sent = square_length(s->adam_before, NULL) * (ranks - 1) / ranks;
+    }
     numbers_t sum;
     DCP_TRY(exchange(sharded, &sum));
     double tokens = (double)args->trainable_count;
@@ -389,8 +446,8 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         .micro_squares = sum.micro_squares * tokens * tokens,
         .mean_squares = result->grad_norm * result->grad_norm,
         .reduce_error = sum.reduce_error,
-        .adam_micro_squares = NAN,
-        .adam_mean_squares = NAN,
+        .adam_micro_squares = s->adam ? sum.adam_micro_squares * tokens * tokens : NAN,
+        .adam_mean_squares = s->adam ? sum.adam_mean_squares : NAN,
         .adam_reduce_error = NAN,
         .step_difference = sum.difference < 0 ? NAN : sum.difference,
     };
@@ -402,8 +459,13 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         o.error[q] = q == DCP_PRECISION_FP32 ? 0.0
                      : measured              ? sum.error[q] / sum.squares
                                              : NAN;
-        o.adam_error[q] = NAN;
+        o.adam_error[q] = q == DCP_PRECISION_FP32 && s->adam ? 0.0
+                          : measured && s->adam && sum.adam_squares > 0
+                              ? sum.adam_error[q] / sum.adam_squares
+                              : NAN;
     }
+    /* what was sent, at the error that its precision has in this metric */
+    o.adam_reduce_error = sum.adam_sent * o.adam_error[args->precision];
     result->observation = o;
     result->statistics_ns = s->spent_ns + (dcp_clock_ns() - start);
     return DCP_OK;

@@ -196,6 +196,9 @@ step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
         return DCP_OK; /* decided from numbers that are the same on every rank */
     }
     DCP_TRY(update(sharded, args, result->grad_norm));
+    if (args->statistics) {
+        DCP_TRY(train_factors_refresh(sharded, args->update_count + 1));
+    }
     return dcp_sharded_publish(sharded);
 }
 

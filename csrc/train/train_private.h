@@ -32,6 +32,7 @@ typedef struct train_moved {
 } train_moved_t;
 
 typedef struct train_statistics train_statistics_t; /* statistics.c */
+typedef struct train_factors train_factors_t;       /* statistics_adam.c */
 
 typedef struct sequence_pool sequence_pool_t; /* sequence.h */
 
@@ -85,6 +86,7 @@ struct dcp_sharded {
 
     /* statistics.c, control_world.c */
     train_statistics_t *statistics; /* owned; NULL before the first step with them */
+    train_factors_t *factors;       /* owned; NULL before the first that are known */
     int32_t has_observation;        /* of the latest step */
     dcp_observation_t observation;
     int32_t codec_known;
@@ -159,6 +161,16 @@ dcp_status_t train_statistics_errors(dcp_sharded_t *sharded,
                                      const dcp_step_args_t *args);
 dcp_status_t train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                   const int64_t *busy_ns, dcp_step_result_t *result);
+
+void train_factors_destroy(train_factors_t *factors);
+/* After update number `updates`, from 1, of a step with statistics. Collective. */
+dcp_status_t train_factors_refresh(dcp_sharded_t *sharded, int64_t updates);
+/* One over the optimizer's denominator, a block of DCP_PRECISION_BLOCK elements of the
+ * gradient buffer; its square. NULL: not known, or the optimizer has none. */
+const float *train_factors(const dcp_sharded_t *sharded);
+const float *train_factors_squared(const dcp_sharded_t *sharded);
+/* Of this rank's slices, in that metric; where it is known. */
+double train_factors_shard_squares(const dcp_sharded_t *sharded);
 
 /* Parts 2 and 3. */
 dcp_status_t train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args,

@@ -218,6 +218,34 @@ def test_settings_that_cannot_be_in_a_step(options: Any, words: str) -> None:
             step_of(model, data, 0, **options)
 
 
+def in_adams_metric(world: Any) -> tuple[Any, Any]:
+    """Observations before the denominators are known, and with all of them nearly equal."""
+    steps = iter(loader_of(world, 2048, max_tokens=256))
+    optimizer = dcp.optim.AdamW(lr=1e-3)
+    with dcp.fully_shard(config_of(), world) as model:
+        model.set_optimizer(optimizer)
+        for run in model.shards()["adamw.v"]:
+            run.array[:] = 4.0
+        del run
+        seen = [
+            step_of(
+                model, next(steps), number, lr=0.0, precision="int4", statistics=True
+            ).observation
+            for number in range(2)
+        ]
+    return seen[0], seen[1]
+
+
+def test_statistics_in_adams_metric() -> None:
+    first, second = dcp.launch(in_adams_metric, 2)[0]
+    assert first["adam_micro_squares"] is None and first["adam_error"]["int4"] is None
+    for name in ("micro_squares", "mean_squares"):
+        assert second[f"adam_{name}"] == pytest.approx(second[name], rel=1e-2), name
+    for name in ("bf16", "int8", "int4"):
+        assert second["adam_error"][name] == pytest.approx(second["error"][name], rel=1e-3)
+    assert second["adam_reduce_error"] == pytest.approx(second["reduce_error"], rel=0.5)
+
+
 def disagree(world: Any) -> str:
     data = next(iter(loader_of(world)))
     with dcp.fully_shard(config_of(), world) as model:
