@@ -46,8 +46,9 @@ enum {
     INFINITE = 0x7f800000
 };
 
-#define ROUND 12582912.0f /* 1.5 * 2^23: x + ROUND rounds x, low bits are the integer \
-                           */
+#define ROUND                                                               \
+    12582912.0f /* 1.5 * 2^23: x + ROUND rounds x, low bits are the integer \
+                 */
 #define LEAST_SCALE 0x1p-118f
 
 /* What a block is worked on with. */
@@ -213,9 +214,11 @@ draw(work_t *work, const uint32_t key[2], uint64_t stream, uint64_t number,
      int64_t count)
 {
     int64_t skip = (int64_t)(number % GROUP);
+    uint64_t aligned =
+        number - number % GROUP; /* what is added to it may wrap around */
     uint8_t *to = work->random;
     for (int64_t done = 0; done < skip + count; done += GROUP) {
-        uint64_t block = (number / GROUP) * 16 + (uint64_t)done / 16;
+        uint64_t block = (aligned + (uint64_t)done) / GROUP * 16;
         for (int lane = 0; lane < 16; lane += VF) {
             vi words[PHILOX_WORDS];
             philox_draw(key, block + (uint64_t)lane, stream, words);

@@ -2,8 +2,8 @@
  * of two, the largest first.
  *
  * It is orthonormal but for a factor: rotated values are 1/ROTATION of those of the
- * orthonormal transform, so that none is larger than the largest value that went in,
- * and turning back multiplies by ROTATION first. So neither way overflows. Stages go
+ * orthonormal transform, so that none is larger than the largest value that went in:
+ * neither way overflows. Stages go
  * from neighbours outwards in every instruction set: a sum or a difference of the same
  * two numbers, hence the same bits. Some 9 instructions for 16 elements and lanes.
  */
@@ -59,13 +59,24 @@ rotation_lanes_(vf x, const int distance)
     return rotation_swap_(x, distance) + (vf)((vi)x ^ upper);
 }
 
+/* Of the way back the factor comes last: until then values are below the largest of the
+ * block. What rounding moved beyond the largest float becomes that. A NaN stays. */
+VF_INLINE vf
+rotation_finish_(vf x, float factor)
+{
+    const vf most = vf_set(0x1.fffffep+127f);
+    return vf_min(most, vf_max(-most, x * factor));
+}
+
 /* A whole block. */
 VF_INLINE void
-rotation_whole_(float *x, float factor)
+rotation_whole_(float *x, const int back)
 {
+    const float factor =
+        back ? (float)ROTATION / 11.3137083f : 1.0f / (11.3137083f * (float)ROTATION);
     vf v[ROTATION_MOST / VF];
     for (int i = 0; i < ROTATION_MOST / VF; i++) {
-        v[i] = vf_load(x + i * VF) * factor;
+        v[i] = back ? vf_load(x + i * VF) : vf_load(x + i * VF) * factor;
         v[i] = rotation_lanes_(v[i], 1);
         v[i] = rotation_lanes_(v[i], 2);
 #if VF > 4
@@ -87,22 +98,21 @@ rotation_whole_(float *x, float factor)
         }
     }
     for (int i = 0; i < ROTATION_MOST / VF; i++) {
-        vf_store(x + i * VF, v[i]);
+        vf_store(x + i * VF, back ? rotation_finish_(v[i], factor) : v[i]);
     }
 }
 
 static void
-rotation_pieces_(float *x, int count, int back)
+rotation_pieces_(float *x, int count, const int back)
 {
     for (int n = ROTATION_MOST, power = 7, at = 0; n > 0; n /= 2, power--) {
         if ((count & n) == 0) {
             continue;
         }
         float root = rotation_roots_[power], whole = (float)ROTATION;
-        float factor = back ? whole / root : 1.0f / (root * whole);
         float *piece = x + at;
         for (int i = 0; i < n; i++) {
-            piece[i] *= factor;
+            piece[i] *= back ? 1.0f : 1.0f / (root * whole);
         }
         for (int h = 1; h < n; h *= 2) {
             for (int i = 0; i < n; i++) {
@@ -112,6 +122,10 @@ rotation_pieces_(float *x, int count, int back)
                     piece[i + h] = a - b;
                 }
             }
+        }
+        for (int i = 0; i < n && back; i++) {
+            vf one = rotation_finish_(vf_set(piece[i]), whole / root);
+            piece[i] = one[0];
         }
         at += n;
     }
@@ -133,7 +147,7 @@ rotation_turn(float *x, const int32_t *signs, int count)
 {
     rotation_flip_(x, signs);
     if (count == ROTATION_MOST) {
-        rotation_whole_(x, 1.0f / (11.3137083f * (float)ROTATION));
+        rotation_whole_(x, 0);
     } else {
         rotation_pieces_(x, count, 0);
     }
@@ -143,7 +157,7 @@ static void
 rotation_turn_back(float *x, const int32_t *signs, int count)
 {
     if (count == ROTATION_MOST) {
-        rotation_whole_(x, (float)ROTATION / 11.3137083f);
+        rotation_whole_(x, 1);
     } else {
         rotation_pieces_(x, count, 1);
     }
