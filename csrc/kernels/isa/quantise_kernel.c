@@ -633,8 +633,8 @@ dequantise_blocks(const dcp_dequantise_args_t *args, const quantise_key_t *key,
         }
         dequantise_block(&work, precision, accumulate,
                          codes + bytes_of(precision, start), scale,
-                         scaled && args->hadamard, left < BLOCK ? (int)left : BLOCK,
-                         args->out + start);
+                         scaled && args->hadamard && scale == scale,
+                         left < BLOCK ? (int)left : BLOCK, args->out + start);
     }
 }
 
