@@ -122,9 +122,7 @@ def round_codes(y, precision, random, nearest):
     if nearest:
         up = (part > 0.5) | ((part == 0.5) & (lower % 2 == 1))
     else:
-        first_normal = 8 if precision == "fp8_e4m3" else 4
-        subnormal = np.rint(256 * part) + random >= 256
-        up = np.where(lower < first_normal, subnormal, 256 * part + random + 0.5 >= 256)
+        up = np.rint(256 * part) + random >= 256
     return (lower + up) | np.where(np.signbit(exact), 128, 0)
 
 

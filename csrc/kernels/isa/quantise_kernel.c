@@ -9,8 +9,8 @@
  *   integers   floor((round(256 y) + r) / 256), r = 8 random bits; the sum that rounds
  *              256 y (1.5 * 2^23 is added) is at once an integer whose low byte, after
  *              a shift by 8, is the code
- *   fp8        the bits of |y|, r added below the last bit that stays, cut off; below
- *              the smallest normal number as integers are, in units of the smallest
+ *   fp8        the same of |y| in units of the last bit that its exponent leaves, the
+ *              exponent being at least that of the smallest normal number
  *
  * What has a code keeps it, whatever r. Every step is one IEEE operation on lanes that
  * do not meet (no fused ones), sums of squares have 16 fixed lanes: bits are the same
@@ -23,7 +23,7 @@
  *
  * Memory of an element: 4 B read (8 with residual), 0.5 to 4 B written (and 4).
  * Instructions for 16 elements with 16 lanes: 9 to read twice and find the largest, 4
- * to round to an integer code, 9 to draw and use random bits, 12 more for fp8, 6 for a
+ * to round to an integer code, 9 to draw and use random bits, 8 more for fp8, 6 for a
  * residual.
  */
 #include "../quantise_ops.h"
@@ -273,17 +273,17 @@ encode_integers(vf y, vi random, const int nearest)
 VF_INLINE vi
 encode_fp8(const format_t format, vf y, vi random, const int nearest)
 {
-    const int drop = 23 - format.mantissa;
-    const int32_t shift = (127 - format.bias) << format.mantissa;
     const int32_t least_normal = (128 - format.bias) << 23;
-    vi bits = (vi)y & INT32_MAX;
-    vf units = (vf)bits * float_of((126 + format.bias + format.mantissa) << 23);
-    vi below = nearest ? ((bits >> drop) & 1) + ((1 << (drop - 1)) - 1)
-                       : (random << (drop - 8)) + (1 << (drop - 9));
-    vi normal = ((bits + below) >> drop) - shift;
-    vi small = encode_integers(units, random, nearest);
-    vi is_small = bits < least_normal;
-    vi code = (small & is_small) | (normal & ~is_small);
+    const int drop = 23 - format.mantissa, fraction_bits = nearest ? 0 : 8;
+    vf size = vf_abs(y);
+    vi exponent = (vi)y & INFINITE;
+    exponent = integer_max(exponent, (vi){0} + least_normal);
+    /* 2^23 last bits, or 256ths of them: the sum's low bits count those in y */
+    vi shift = exponent + ((drop - fraction_bits) << 23);
+    vi bits = (vi)(size + (vf)shift) - shift;
+    vi count = nearest ? bits : (bits + random) >> 8;
+    /* 2^mantissa of count are the exponent's own, but for the smallest */
+    vi code = count + ((exponent - least_normal) >> drop);
     return (code & 0x7f) | (((vi)y >> 24) & 0x80);
 }
 
@@ -309,12 +309,12 @@ decode(const dcp_precision_t precision, const uint8_t *code)
     if (!is_fp8(precision)) {
         return __builtin_convertvector((x << 24) >> 24, vf);
     }
+    const int32_t bias = (127 - format.bias) << 23;
     vi magnitude = x & 0x7f, sign = (x & 0x80) << 24;
-    vf normal =
-        (vf)((magnitude << (23 - format.mantissa)) + ((127 - format.bias) << 23));
+    vf normal = (vf)((magnitude << (23 - format.mantissa)) + bias);
     /* below the normal numbers the exponent stands for one more */
     vf small = (normal + normal) - float_of((128 - format.bias) << 23);
-    vf value = vf_select(magnitude < (1 << format.mantissa), small, normal);
+    vf value = vf_select(magnitude < (int32_t)(1 << format.mantissa), small, normal);
     return (vf)((vi)value | sign);
 }
 
@@ -399,8 +399,7 @@ quantise_scaled(work_t *work, const block_t *b, const dcp_precision_t precision,
     const format_t format = format_of(precision);
     const float *value = gather(work, b->x, b->residual, b->count), *x = value;
     if (hadamard) {
-        memcpy(work->turned, value, sizeof work->turned);
-        rotation_turn(work->turned, work->signs, b->count);
+        rotation_turn(value, work->signs, b->count, work->turned);
         x = work->turned;
     }
     int32_t bits = largest_bits(x);

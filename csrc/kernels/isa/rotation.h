@@ -62,7 +62,7 @@ rotation_lanes_(vf x, const int distance)
 /* Of the way back the factor comes last: until then values are below the largest of the
  * block. What rounding moved beyond the largest float becomes that. A NaN stays. */
 VF_INLINE vf
-rotation_finish_(vf x, float factor)
+rotation_finish_(vf x, vf factor)
 {
     const vf most = vf_set(0x1.fffffep+127f);
     return vf_min(most, vf_max(-most, x * factor));
@@ -70,13 +70,16 @@ rotation_finish_(vf x, float factor)
 
 /* A whole block. */
 VF_INLINE void
-rotation_whole_(float *x, const int back)
+rotation_whole_(const float *from, const int32_t *signs, float *to, const int back)
 {
-    const float factor =
-        back ? (float)ROTATION / 11.3137083f : 1.0f / (11.3137083f * (float)ROTATION);
+    const float root = 11.3137083f, whole = (float)ROTATION;
+    const float factor = back ? whole / root : 1.0f / (root * whole);
     vf v[ROTATION_MOST / VF];
     for (int i = 0; i < ROTATION_MOST / VF; i++) {
-        v[i] = back ? vf_load(x + i * VF) : vf_load(x + i * VF) * factor;
+        v[i] = vf_load(from + i * VF);
+        if (!back) {
+            v[i] *= (vf)(*(const vi_u *)(signs + i * VF) | (vi)vf_set(factor));
+        }
         v[i] = rotation_lanes_(v[i], 1);
         v[i] = rotation_lanes_(v[i], 2);
 #if VF > 4
@@ -98,12 +101,22 @@ rotation_whole_(float *x, const int back)
         }
     }
     for (int i = 0; i < ROTATION_MOST / VF; i++) {
-        vf_store(x + i * VF, back ? rotation_finish_(v[i], factor) : v[i]);
+        if (back) {
+            vi sign = *(const vi_u *)(signs + i * VF);
+            v[i] = rotation_finish_(v[i], (vf)(sign | (vi)vf_set(factor)));
+        }
+        vf_store(to + i * VF, v[i]);
     }
 }
 
+static float
+rotation_signed_(float x, int32_t sign)
+{
+    return sign != 0 ? -x : x;
+}
+
 static void
-rotation_pieces_(float *x, int count, const int back)
+rotation_pieces_(float *x, const int32_t *signs, int count, const int back)
 {
     for (int n = ROTATION_MOST, power = 7, at = 0; n > 0; n /= 2, power--) {
         if ((count & n) == 0) {
@@ -111,8 +124,8 @@ rotation_pieces_(float *x, int count, const int back)
         }
         float root = rotation_roots_[power], whole = (float)ROTATION;
         float *piece = x + at;
-        for (int i = 0; i < n; i++) {
-            piece[i] *= back ? 1.0f : 1.0f / (root * whole);
+        for (int i = 0; i < n && !back; i++) {
+            piece[i] *= rotation_signed_(1.0f / (root * whole), signs[at + i]);
         }
         for (int h = 1; h < n; h *= 2) {
             for (int i = 0; i < n; i++) {
@@ -124,44 +137,35 @@ rotation_pieces_(float *x, int count, const int back)
             }
         }
         for (int i = 0; i < n && back; i++) {
-            vf one = rotation_finish_(vf_set(piece[i]), whole / root);
-            piece[i] = one[0];
+            float factor = rotation_signed_(whole / root, signs[at + i]);
+            piece[i] = rotation_finish_(vf_set(piece[i]), vf_set(factor))[0];
         }
         at += n;
     }
 }
 
-VF_INLINE void
-rotation_flip_(float *x, const int32_t *signs)
-{
-    for (int i = 0; i < ROTATION_MOST; i += VF) {
-        vi sign = *(const vi_u *)(signs + i);
-        vf_store(x + i, (vf)((vi)vf_load(x + i) ^ sign));
-    }
-}
-
-/* In place; x has ROTATION_MOST places, of which `count` count. signs: the sign bit, or
- * 0, of each. */
+/* to = from turned; both have ROTATION_MOST places, of which `count` count. signs: the
+ * sign bit, or 0, of each. */
 static void
-rotation_turn(float *x, const int32_t *signs, int count)
+rotation_turn(const float *from, const int32_t *signs, int count, float *to)
 {
-    rotation_flip_(x, signs);
     if (count == ROTATION_MOST) {
-        rotation_whole_(x, 0);
+        rotation_whole_(from, signs, to, 0);
     } else {
-        rotation_pieces_(x, count, 0);
+        memcpy(to, from, ROTATION_MOST * sizeof(float));
+        rotation_pieces_(to, signs, count, 0);
     }
 }
 
+/* In place. */
 static void
 rotation_turn_back(float *x, const int32_t *signs, int count)
 {
     if (count == ROTATION_MOST) {
-        rotation_whole_(x, 1);
+        rotation_whole_(x, signs, x, 1);
     } else {
-        rotation_pieces_(x, count, 1);
+        rotation_pieces_(x, signs, count, 1);
     }
-    rotation_flip_(x, signs);
 }
 
 #endif
