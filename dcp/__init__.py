@@ -33,6 +33,7 @@ _HOME = {
     ),
     "init": "dcp.world",
     "World": "dcp.world",
+    "Traffic": "dcp.world",
     "launch": "dcp.launcher",
     "Transformer1D": "dcp.models",
     "Model": "dcp.models",
@@ -51,6 +52,7 @@ _HOME = {
     "Plan": "dcp.planning",
     "plan": "dcp.planning",
     "Loader": "dcp.loader",
+    "Controller": "dcp.controller",
     "Trainer": "dcp.trainer",
 }
 _MODULES = {"buckets", "checkpoint", "data", "layout", "ops", "optim", "placement", "simulate"}

@@ -27,6 +27,7 @@ from dcp._dcp import ArgumentError, InfeasibleError
 from dcp.cost import whole
 from dcp.distributions import DISTRIBUTIONS, PAPER, Distribution, distribution
 from dcp.planning import CostModel, Plan
+from dcp.time_to_loss import time_to_loss
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -44,6 +45,7 @@ __all__ = [
     "recompute_seconds",
     "sequences",
     "step",
+    "time_to_loss",
     "training",
 ]
 

@@ -9,6 +9,7 @@ its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -119,6 +120,18 @@ class Setup:
     noise_dimensions: float = 256.0
     step_limit: int = 0
 
+    def inputs(self) -> dict[str, Any]:
+        """What the controller knows of communication: bytes, codecs, overlap."""
+        count = int(self.parameter_count)
+        whole = {q: float(_dcp.precision_bytes(q, count)) for q in ERRORS}
+        codec = 4.0 * count / self.codec_bytes_per_s if self.codec_bytes_per_s > 0 else 0.0
+        return {
+            "reduce_bytes": {q: 2.0 * b * (self.hosts - 1) / self.hosts for q, b in whole.items()},
+            "codec_s": {q: 0.0 if q == "fp32" else codec for q in ERRORS},
+            "bucket_count": self.bucket_count,
+            "backward_share": self.backward_share,
+        }
+
     def core(self, congestion: int, dwell_s: float) -> dict[str, float]:
         """The numbers as the core takes them."""
         fields = dataclasses.asdict(self)
@@ -168,6 +181,8 @@ class Result:
     changes: int
     arm: str
     trace: list[Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    settings: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    inputs: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
 def _whole(name: str, value: int, least: int) -> int:
@@ -209,6 +224,7 @@ class _Case:
         self.base, self.congestion, self.dwell_s, self.seed = base, congestion, dwell_s, seed
         self.precisions, self.multiples = tuple(precisions), tuple(multiples)
         self._numbers = setup.core(congestion, dwell_s)
+        self._inputs = setup.inputs()
         self._control = {
             "precisions": self.precisions,
             "base": base,
@@ -248,6 +264,8 @@ class _Case:
             changes=changes,
             arm=f"{best[1]} x {best[2]}",
             trace=rows,
+            settings=None if simulated else self._control | {"policy": policy},
+            inputs=self._inputs,
         )
 
 
@@ -381,8 +399,9 @@ class Sweep:
         rows = []
         for r in self.results:
             best = oracle.get((r.base, r.congestion, r.dwell_s, r.seed))
-            row = dataclasses.asdict(dataclasses.replace(r, trace=None))
-            del row["trace"]
+            row = dataclasses.asdict(dataclasses.replace(r, trace=None, settings=None, inputs=None))
+            for name in ("trace", "settings", "inputs"):
+                del row[name]
             rows.append(row | {"ratio_to_oracle": r.time_to_target_s / best if best else None})
         return rows
 
@@ -505,3 +524,55 @@ def sweep(
                         best = min(arms, key=lambda run: run.time_to_target_s)
                         results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
     return Sweep(results)
+
+
+def decision_log(run: Result, setup: Setup | None = None) -> str:
+    """The decisions of a traced run as lines of `metrics.jsonl`, which `DecisionLog` reads.
+
+    Parameters
+    ----------
+    run : Result
+        Of ``time_to_loss(..., trace=True)`` under a policy of the controller.
+    setup : Setup, optional
+        It ran with.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    dcp.ArgumentError
+        The run has no trace, or no controller decided in it.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from dcp.controller import DecisionLog
+    >>> from dcp.time_to_loss import decision_log, time_to_loss
+    >>> run = time_to_loss(congestion=1, target=8.0, trace=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "metrics.jsonl")
+    ...     _ = file.write_text(decision_log(run))
+    ...     log = DecisionLog.read(file)
+    >>> len(log.replay()) == len(log.rows()) == run.steps
+    True
+    """
+    if run.trace is None or run.settings is None:
+        raise ArgumentError("the run has no decisions: time_to_loss(policy, ..., trace=True)")
+    lines = []
+    for number, (seconds, loss, jobs, observation, decision) in enumerate(run.trace):
+        line = {
+            "kind": "control",
+            "step": observation["step"],
+            "seconds": seconds,
+            "true_loss": loss,
+            "jobs": jobs,
+            "observation": observation,
+            "decision": decision,
+            "inputs": run.inputs,
+        }
+        if number == 0:
+            line |= {"version": 1, "settings": run.settings}
+        lines.append(json.dumps(line))
+    return "\n".join(lines) + "\n"

@@ -64,6 +64,39 @@ class Traffic(NamedTuple):
     move_s: float
 
 
+class _Wire(NamedTuple):
+    """How a sum travels."""
+
+    precision: str | None
+    hadamard: bool
+    nearest: bool
+    residual: Array | None
+    seed: int
+    step: int
+    machine_ranks: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Is this the collective of the communicator itself?"""
+        is_exact = self.precision in (None, "fp32")
+        return is_exact and self.residual is None and self.machine_ranks == 1
+
+    def arguments(self) -> tuple[Any, ...]:
+        """For the C module; numbers are checked."""
+        limits = {"seed": 1 << 64, "step": 1 << 47, "machine_ranks": 1 << 31}
+        numbers = []
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") or not 0 <= value.__index__() < limit:
+                raise ArgumentError(f"{name}={value!r} must be an integer in 0..{limit - 1}")
+            numbers.append(value.__index__())
+        precision = "fp32" if self.precision is None else self.precision
+        if not isinstance(precision, str):
+            raise ArgumentError(f"precision={precision!r} must be a name such as 'int8', or None")
+        head = (precision, bool(self.hadamard), bool(self.nearest), self.residual)
+        return (*head, *numbers)
+
+
 class World(_dcp.World):
     """Ranks that work together.
 
@@ -120,8 +153,25 @@ class World(_dcp.World):
         """
         self._barrier()
 
-    def allreduce(self, x: npt.ArrayLike, op: str = "sum", *, out: Array | None = None) -> Array:
+    def allreduce(
+        self,
+        x: npt.ArrayLike,
+        op: str = "sum",
+        *,
+        out: Array | None = None,
+        precision: str | None = None,
+        hadamard: bool = False,
+        nearest: bool = False,
+        residual: Array | None = None,
+        seed: int = 0,
+        step: int = 0,
+        machine_ranks: int = 1,
+    ) -> Array:
         """Combine an array over all ranks, element by element.
+
+        With a `precision` sums travel in few bits: each rank quantises its part once, for each
+        owner of a slice; the owner sums in fp32, in rank order, its own part exactly, quantises
+        the sum once more, and all decode that. One rank alone gets the exact sum.
 
         Parameters
         ----------
@@ -131,6 +181,20 @@ class World(_dcp.World):
             ``max`` and ``min`` keep a NaN.
         out : array, optional
             Where the result goes; may be `x` itself.
+        precision : {None, "fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"}
+            In how many bits sums of float32 travel. None and ``"fp32"``: exactly.
+        hadamard : bool
+            Rotate each block of 128 elements before it is quantised, which evens out outliers.
+        nearest : bool
+            Round to nearest; else stochastically, without bias.
+        residual : float32 array of the shape of `x`, optional
+            Error feedback: added to `x`, then overwritten with what the codes left out. Over all
+            calls and ranks, sums handed out plus residuals are the sum of all `x`. Zeros at first.
+        seed, step : int
+            Random bits follow the seed, the step, the rank and the element.
+        machine_ranks : int
+            Ranks in a row that share a machine: they sum exactly among themselves first, and only
+            sums cross machines in few bits. 1: one level.
 
         Returns
         -------
@@ -140,19 +204,29 @@ class World(_dcp.World):
         Raises
         ------
         dcp.DTypeError
-            A dtype or memory layout that does not travel.
+            A dtype or memory layout that does not travel; other than float32 with a `precision`.
         dcp.ArgumentError
-            An unknown `op`.
+            An unknown `op` or `precision`; `machine_ranks` that do not divide the ranks.
+        dcp.MismatchError
+            Ranks gave other settings or shapes.
 
         Examples
         --------
         >>> dcp.init().allreduce(np.array([1, 2], np.int64), "max")
         array([1, 2])
+        >>> dcp.init().allreduce(np.ones(3, np.float32), precision="int8", step=1)
+        array([1., 1., 1.], dtype=float32)
         """
         if op not in _OPS:
             raise ArgumentError(f"op={op!r} must be one of {', '.join(_OPS)}")
         array = np.asarray(x)
-        return self._allreduce(array, _OPS[op], out).reshape(array.shape)
+        wire = _Wire(precision, hadamard, nearest, residual, seed, step, machine_ranks)
+        if wire.is_plain:
+            return self._allreduce(array, _OPS[op], out).reshape(array.shape)
+        if op != "sum":
+            raise ArgumentError(f"op={op!r} must be 'sum' with precision={precision!r}")
+        result, _ = self._quantised_reduce(array, None, *wire.arguments(), out)
+        return result.reshape(array.shape)
 
     def _rows(self, x: npt.ArrayLike) -> tuple[Array, int]:
         """The array, and the elements of one entry of its first axis."""
@@ -210,9 +284,23 @@ class World(_dcp.World):
                 )
 
     def reduce_scatterv(
-        self, x: npt.ArrayLike, counts: npt.ArrayLike, *, out: Array | None = None
+        self,
+        x: npt.ArrayLike,
+        counts: npt.ArrayLike,
+        *,
+        out: Array | None = None,
+        precision: str | None = None,
+        hadamard: bool = False,
+        nearest: bool = False,
+        residual: Array | None = None,
+        seed: int = 0,
+        step: int = 0,
+        machine_ranks: int = 1,
     ) -> Array:
         """Sum an array over all ranks; every rank gets its slice of the sum.
+
+        With a `precision` each rank quantises what goes to every other rank, once; the receiver
+        sums in fp32, in rank order, its own part exactly.
 
         Parameters
         ----------
@@ -223,6 +311,8 @@ class World(_dcp.World):
             all ranks.
         out : array, optional
             Where the result goes. A new array costs page faults: loops should pass `out`.
+        precision, hadamard, nearest, residual, seed, step, machine_ranks
+            As for `allreduce`.
 
         Returns
         -------
@@ -231,17 +321,28 @@ class World(_dcp.World):
         Raises
         ------
         dcp.ArgumentError
-            `counts` do not sum up to the first axis of `x`.
+            `counts` do not sum up to the first axis of `x`; see `allreduce`.
+        dcp.DTypeError
+            Other than float32 with a `precision`.
         dcp.MismatchError
-            `counts` differ between ranks.
+            `counts` or settings differ between ranks.
 
         Examples
         --------
         >>> dcp.init().reduce_scatterv(np.ones(3, np.float32), [3])
         array([1., 1., 1.], dtype=float32)
+        >>> residual = np.zeros(3, np.float32)
+        >>> x = np.array([0.1, 1, 3], np.float32)
+        >>> dcp.init().reduce_scatterv(x, [3], precision="int4", residual=residual, step=1)
+        array([0.1, 1. , 3. ], dtype=float32)
         """
         array, width = self._rows(x)
-        result = self._reduce_scatterv(array, self._counts(counts, "counts", width), out)
+        sizes = self._counts(counts, "counts", width)
+        wire = _Wire(precision, hadamard, nearest, residual, seed, step, machine_ranks)
+        if wire.is_plain:
+            result = self._reduce_scatterv(array, sizes, out)
+        else:
+            result, _ = self._quantised_reduce(array, sizes, *wire.arguments(), out)
         return result.reshape(-1, *array.shape[1:]) if width else result
 
     def alltoallv(

@@ -4,6 +4,7 @@
  * a time may be in a call (StateError otherwise); abort is allowed from any thread. A
  * wait in the core asks every 50 ms for pending signals, so that Ctrl-C ends it. */
 #include "bind.h"
+#include "bind_reduce.h"
 
 #include "dcp/comm.h"
 
@@ -16,6 +17,7 @@ typedef struct world {
     PyObject_HEAD;
     dcp_comm_t *comm; /* NULL: closed */
     int busy;         /* a thread is in a call */
+    bind_reducer_t reducer;
 } world_t;
 
 static PyTypeObject *world_type;
@@ -268,6 +270,19 @@ world_reduce_scatterv(PyObject *object, PyObject *args)
 }
 
 static PyObject *
+world_quantised_reduce(PyObject *object, PyObject *args)
+{
+    world_t *self = (world_t *)object;
+    dcp_comm_t *comm = enter(self);
+    if (comm == NULL) {
+        return NULL;
+    }
+    PyObject *result = bind_reduce(&self->reducer, comm, args);
+    self->busy = 0;
+    return result;
+}
+
+static PyObject *
 world_alltoallv(PyObject *object, PyObject *args)
 {
     world_t *self = (world_t *)object;
@@ -474,7 +489,8 @@ world_close(PyObject *object, PyObject *unused)
     }
     self->comm = NULL;
     self->busy = 0;
-    Py_BEGIN_ALLOW_THREADS dcp_comm_destroy(comm);
+    Py_BEGIN_ALLOW_THREADS bind_reducer_destroy(&self->reducer);
+    dcp_comm_destroy(comm);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
@@ -513,6 +529,7 @@ world_dealloc(PyObject *object)
 {
     world_t *self = (world_t *)object;
     PyTypeObject *type = Py_TYPE(object);
+    bind_reducer_destroy(&self->reducer);
     dcp_comm_destroy(self->comm);
     type->tp_free(object);
     Py_DECREF(type);
@@ -591,6 +608,7 @@ static PyMethodDef world_methods[] = {
     {"_allreduce", world_allreduce, METH_VARARGS, NULL},
     {"_allgatherv", world_allgatherv, METH_VARARGS, NULL},
     {"_reduce_scatterv", world_reduce_scatterv, METH_VARARGS, NULL},
+    {"_quantised_reduce", world_quantised_reduce, METH_VARARGS, NULL},
     {"_alltoallv", world_alltoallv, METH_VARARGS, NULL},
     {"_broadcast", world_broadcast, METH_VARARGS, NULL},
     {"_exchange", world_exchange, METH_VARARGS, NULL},

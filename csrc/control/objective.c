@@ -14,6 +14,17 @@
 #include <stddef.h>
 
 double
+dcp_exposed_s(double comm_s, double backward_s, int32_t bucket_count)
+{
+    if (bucket_count <= 1) {
+        return comm_s;
+    }
+    double n = bucket_count, last_s = comm_s / n;
+    double rest_s = comm_s - (1.0 - 1.0 / n) * backward_s;
+    return rest_s > last_s ? rest_s : last_s;
+}
+
+double
 control_noise_tokens(const dcp_controller_t *controller)
 {
     const control_state_t *state = &controller->state;

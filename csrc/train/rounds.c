@@ -31,7 +31,9 @@ enter(void *state, dcp_queue_t *queue, int32_t group, int32_t backward)
 {
     dcp_sharded_t *sharded = state;
     int64_t start = dcp_clock_ns();
+    int64_t moved_ns = dcp_comm_traffic(sharded->comm).move_ns;
     dcp_status_t status = run_enter(sharded, queue, group, backward);
+    sharded->gather_ns += dcp_comm_traffic(sharded->comm).move_ns - moved_ns;
     sharded->hook_ns += dcp_clock_ns() - start;
     return status;
 }
@@ -169,10 +171,10 @@ train_pad_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         batches[i] = i < args->batch_count
                          ? args->batches[i]
                          : (dcp_micro_batch_t){
-                               .batch = {.offsets = no_offsets},
-                               .first_rank = dcp_comm_rank(sharded->comm),
-                               .rank_count = 1,
-                           };
+                             .batch = {.offsets = no_offsets},
+                             .first_rank = dcp_comm_rank(sharded->comm),
+                             .rank_count = 1,
+                         };
     }
     *padded_p = *args;
     padded_p->batches = batches;

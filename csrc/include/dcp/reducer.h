@@ -31,9 +31,11 @@ typedef struct dcp_reduce_segment {
     const float *data;     /* [sum counts] */
     const int64_t *counts; /* [ranks] elements of each rank's slice, >= 0, the same on
                               all ranks */
-    float *residual; /* [sum counts] what earlier calls left out; NULL: no feedback.
-                        Two levels use only the slices of equal place; all others stay
-                        0 or are flushed: added once to what is sent, then 0 */
+    float *residual; /* [sum counts] what earlier calls left out; NULL: no feedback, on
+                        all ranks alike. This rank's own slice is added to its own part,
+                        then 0. Two levels use only the slices of equal place; what
+                        others hold is handed to the rank of their place in this
+                        machine, then 0 */
     float *out;      /* [counts[rank]] gets the sum; may be this rank's slice of data */
     int64_t first;   /* number of data[0] among all elements of the call: random bits
                         follow it */
@@ -52,7 +54,7 @@ typedef struct dcp_reduce_args {
 typedef struct dcp_reduce_result {
     int64_t sent_bytes, received_bytes; /* of this rank, to and from other ranks; two
                                            levels: across machines */
-    int64_t codec_ns;                   /* spent quantising and decoding on this rank */
+    int64_t codec_ns;                   /* spent quantising, decoding and summing */
     int64_t move_ns;                    /* of the exchange, from when all had come */
     double squares, error_squares; /* of what this rank quantised, and of what the codes
                                       left of it */
@@ -64,15 +66,23 @@ dcp_status_t dcp_reducer_create(dcp_comm_t *comm, int32_t machine_ranks,
                                 dcp_reducer_t **reducer_p);
 void dcp_reducer_destroy(dcp_reducer_t *reducer);
 
-/* Collective: sums every segment, each rank gets its slice. Arguments must agree, or
- * ERR_MISMATCH. Memory beside the caller's: two messages. Where it fails, residuals are
- * what they were, unless peers are gone. */
+/* Collective: sums every segment, each rank gets its slice; over one level in rank
+ * order, over two in rank order within a machine, then over machines. Arguments that
+ * disagree are ERR_MISMATCH on all ranks, a rank without memory ERR_NO_MEM on all;
+ * after both residuals are what they were and calls may go on. A peer that is gone ends
+ * the run. Where a value is not finite (codes: a block's), the sum is not and the
+ * residual stays. Memory beside the caller's, kept for the next call: what is sent (not
+ * for fp32) and what is received, 1 / machine_ranks of data for the sums of two levels,
+ * some KB a thread. */
 dcp_status_t dcp_reducer_reduce(dcp_reducer_t *reducer, dcp_pool_t *pool,
                                 const dcp_reduce_args_t *args,
                                 dcp_reduce_result_t *result_p);
 
 /* Collective: every rank gets all sums in `out` [count], bitwise the same: each owner
- * of a slice quantises its sum once more and all, itself too, decode that. */
+ * of a slice quantises its sum once more and all, itself too, decode that; what these
+ * codes left out goes to the owner's residual of its slice. Slices are even, at block
+ * borders. One rank alone gets the sum itself. `out` may be `data`. Of args only the
+ * settings count; both rounds of codes are in the result. */
 dcp_status_t dcp_reducer_allreduce(dcp_reducer_t *reducer, dcp_pool_t *pool,
                                    const float *data, float *residual, float *out,
                                    int64_t count, const dcp_reduce_args_t *args,
