@@ -128,23 +128,32 @@ widen(const uint8_t *p)
 #endif
 }
 
-/* The low byte of each lane. */
+enum { FOUR = 4 };
+
+/* The low byte of each lane of four vectors. */
 VF_INLINE void
-narrow(uint8_t *p, vi x)
+narrow(uint8_t *p, const vi x[FOUR])
 {
-#if defined(__AVX512F__)
-    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)x));
-#elif defined(__AVX2__)
-    const __m256i low =
-        _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
-                         4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-    __m256i y = _mm256_shuffle_epi8((__m256i)x, low);
-    __m128i both =
-        _mm_unpacklo_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    _mm_storel_epi64((__m128i *)(void *)p, both);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i low[2];
+    for (int i = 0; i < 2; i++) {
+        low[i] = _mm256_packus_epi32((__m256i)(x[2 * i] & 255),
+                                     (__m256i)(x[2 * i + 1] & 255));
+    }
+    /* packing goes by halves of 128 bits: words of 4 bytes lie 0 4 1 5 2 6 3 7 */
+    __m256i bytes = _mm256_packus_epi16(low[0], low[1]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i *)(void *)p,
+                        _mm256_permutevar8x32_epi32(bytes, order));
 #else
-    bytes_t bytes = __builtin_convertvector((words_t)x, bytes_t);
-    memcpy(p, &bytes, sizeof bytes);
+    for (int i = 0; i < FOUR; i++) {
+#if defined(__AVX512F__)
+        __m128i bytes = _mm512_cvtepi32_epi8((__m512i)x[i]);
+#else
+        bytes_t bytes = __builtin_convertvector((words_t)x[i], bytes_t);
+#endif
+        memcpy(p + i * VF, &bytes, sizeof bytes);
+    }
 #endif
 }
 
@@ -292,11 +301,16 @@ encode(work_t *work, const dcp_precision_t precision, const int nearest, const f
        float inverse, const uint8_t *random)
 {
     const format_t format = format_of(precision);
-    for (int i = 0; i < BLOCK; i += VF) {
-        vf y = vf_load(x + i) * inverse;
-        vi r = nearest ? (vi){0} : widen(random + i);
-        narrow(work->code + i, is_fp8(precision) ? encode_fp8(format, y, r, nearest)
-                                                 : encode_integers(y, r, nearest));
+    for (int i = 0; i < BLOCK; i += FOUR * VF) {
+        vi codes[FOUR];
+        for (int v = 0; v < FOUR; v++) {
+            int at = i + v * VF;
+            vf y = vf_load(x + at) * inverse;
+            vi r = nearest ? (vi){0} : widen(random + at);
+            codes[v] = is_fp8(precision) ? encode_fp8(format, y, r, nearest)
+                                         : encode_integers(y, r, nearest);
+        }
+        narrow(work->code + i, codes);
     }
 }
 
