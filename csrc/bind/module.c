@@ -455,6 +455,7 @@ module_exec(PyObject *module)
     }
     if (bind_world_register(module) < 0 || bind_gemm_register(module) < 0
         || bind_kernels_register(module) < 0 || bind_ops_register(module) < 0
+        || bind_quantise_register(module) < 0
         || bind_model_register(module) < 0 || bind_layout_register(module) < 0
         || bind_plan_register(module) < 0 || bind_sim_register(module) < 0
         || bind_step_register(module) < 0 || bind_placement_register(module) < 0

@@ -28,18 +28,25 @@ philox_product_(vq a, uint32_t b) /* of the low halves */
 #endif
 }
 
-/* In every lane; upper halves are undefined, in and out. */
-static inline void
-philox_rounds_(const uint32_t key[2], vq c[PHILOX_WORDS])
+VF_INLINE void
+philox_round_(vq c[PHILOX_WORDS], vq k0, vq k1)
 {
-    uint32_t k0 = key[0], k1 = key[1];
+    vq p0 = philox_product_(c[0], 0xD2511F53u);
+    vq p1 = philox_product_(c[2], 0xCD9E8D57u);
+    c[0] = (p1 >> 32) ^ c[1] ^ k0;
+    c[2] = (p0 >> 32) ^ c[3] ^ k1;
+    c[1] = p1;
+    c[3] = p0;
+}
+
+/* Both in every lane, side by side; upper halves are undefined, in and out. */
+VF_INLINE void
+philox_rounds_(const uint32_t key[2], vq even[PHILOX_WORDS], vq odd[PHILOX_WORDS])
+{
+    vq k0 = (vq){0} + key[0], k1 = (vq){0} + key[1];
     for (int round = 0; round < 10; round++) {
-        vq p0 = philox_product_(c[0], 0xD2511F53u);
-        vq p1 = philox_product_(c[2], 0xCD9E8D57u);
-        c[0] = (p1 >> 32) ^ c[1] ^ (uint64_t)k0;
-        c[2] = (p0 >> 32) ^ c[3] ^ (uint64_t)k1;
-        c[1] = p1;
-        c[3] = p0;
+        philox_round_(even, k0, k1);
+        philox_round_(odd, k0, k1);
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
@@ -62,8 +69,7 @@ philox_draw(const uint32_t key[2], uint64_t block, uint64_t high,
     odd[1] = odd[0] >> 32;
     even[2] = odd[2] = zero + high;
     even[3] = odd[3] = zero + (high >> 32);
-    philox_rounds_(key, even);
-    philox_rounds_(key, odd);
+    philox_rounds_(key, even, odd);
     for (int w = 0; w < PHILOX_WORDS; w++) {
         words[w] = (vi)((even[w] & 0xffffffffu) | (odd[w] << 32));
     }

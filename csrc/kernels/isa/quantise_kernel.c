@@ -9,8 +9,8 @@
  *   integers   floor((round(256 y) + r) / 256), r = 8 random bits; the sum that rounds
  *              256 y (1.5 * 2^23 is added) is at once an integer whose low byte, after
  *              a shift by 8, is the code
- *   fp8        the bits of |y|, r added below the last bit that stays, cut off; below
- *              the smallest normal number as integers are, in units of the smallest
+ *   fp8        the same of |y| in units of the last bit that its exponent leaves, the
+ *              exponent being at least that of the smallest normal number
  *
  * What has a code keeps it, whatever r. Every step is one IEEE operation on lanes that
  * do not meet (no fused ones), sums of squares have 16 fixed lanes: bits are the same
@@ -23,11 +23,11 @@
  *
  * Memory of an element: 4 B read (8 with residual), 0.5 to 4 B written (and 4).
  * Instructions for 16 elements with 16 lanes: 9 to read twice and find the largest, 4
- * to round to an integer code, 9 to draw and use random bits, 12 more for fp8, 6 for a
+ * to round to an integer code, 9 to draw and use random bits, 8 more for fp8, 6 for a
  * residual.
  */
 #include "../quantise_ops.h"
-#include "dcp/rng.h"
+#include "codes.h"
 #include "philox.h"
 #include "rotation.h"
 #include "simd.h"
@@ -39,15 +39,11 @@
 #endif
 
 enum {
-    BLOCK = DCP_PRECISION_BLOCK,
     GROUP = 256, /* elements of 16 Philox blocks */
     RUN = 16,    /* blocks between draws */
-    LANES = 16,
-    INFINITE = 0x7f800000
+    LANES = 16
 };
 
-#define ROUND 12582912.0f /* 1.5 * 2^23: x + ROUND rounds x, low bits are the integer \
-                           */
 #define LEAST_SCALE 0x1p-118f
 
 /* What a block is worked on with. */
@@ -60,136 +56,7 @@ typedef struct work {
     _Alignas(64) uint8_t random[RUN * BLOCK + GROUP];
 } work_t;
 
-/* ---- formats ---- */
-
-typedef struct format {
-    float largest;    /* code's value */
-    float most_scale; /* below FLT_MAX / largest */
-    int32_t mantissa; /* bits; fp8 only, as what follows */
-    int32_t bias;     /* of the exponent */
-} format_t;
-
-VF_INLINE format_t
-format_of(const dcp_precision_t precision)
-{
-    const float below = 1.0f - 0x1p-22f, most = 0x1.fffffep+127f;
-    switch (precision) {
-    case DCP_PRECISION_FP8_E4M3:
-        return (format_t){448.0f, most / 448.0f * below, 3, 7};
-    case DCP_PRECISION_FP8_E5M2:
-        return (format_t){57344.0f, most / 57344.0f * below, 2, 15};
-    case DCP_PRECISION_INT8:
-        return (format_t){127.0f, most / 127.0f * below, 0, 0};
-    default:
-        return (format_t){7.0f, most / 7.0f * below, 0, 0};
-    }
-}
-
-VF_INLINE int
-is_scaled(const dcp_precision_t precision)
-{
-    return precision != DCP_PRECISION_FP32 && precision != DCP_PRECISION_BF16;
-}
-
-VF_INLINE int
-is_fp8(const dcp_precision_t precision)
-{
-    return precision == DCP_PRECISION_FP8_E4M3 || precision == DCP_PRECISION_FP8_E5M2;
-}
-
-VF_INLINE int64_t
-bytes_of(const dcp_precision_t precision, int64_t count)
-{
-    return precision == DCP_PRECISION_FP32   ? count * 4
-           : precision == DCP_PRECISION_BF16 ? count * 2
-           : precision == DCP_PRECISION_INT4 ? (count + 1) / 2
-                                             : count;
-}
-
-/* ---- bytes and lanes ---- */
-
-typedef uint8_t bytes_t __attribute__((vector_size(VF)));
-typedef uint16_t halves_t __attribute__((vector_size(VF * 2)));
-typedef uint32_t words_t __attribute__((vector_size(VF * 4)));
-
-/* VF bytes, each in a lane. */
-VF_INLINE vi
-widen(const uint8_t *p)
-{
-#if defined(__AVX512F__)
-    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
-#elif defined(__AVX2__)
-    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
-#else
-    bytes_t bytes;
-    memcpy(&bytes, p, sizeof bytes);
-    return (vi) __builtin_convertvector(bytes, words_t);
-#endif
-}
-
-/* The low byte of each lane. */
-VF_INLINE void
-narrow(uint8_t *p, vi x)
-{
-#if defined(__AVX512F__)
-    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)x));
-#elif defined(__AVX2__)
-    const __m256i low =
-        _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0,
-                         4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-    __m256i y = _mm256_shuffle_epi8((__m256i)x, low);
-    __m128i both =
-        _mm_unpacklo_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    _mm_storel_epi64((__m128i *)(void *)p, both);
-#else
-    bytes_t bytes = __builtin_convertvector((words_t)x, bytes_t);
-    memcpy(p, &bytes, sizeof bytes);
-#endif
-}
-
-VF_INLINE vi
-integer_max(vi a, vi b)
-{
-#if defined(__AVX512F__)
-    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    vi take_a = a > b;
-    return (a & take_a) | (b & ~take_a);
-#endif
-}
-
-static inline int32_t
-integer_max_across(vi x) /* of lanes >= 0 */
-{
-#if defined(__AVX2__)
-#if defined(__AVX512F__)
-    __m256i y = _mm256_max_epi32(_mm512_castsi512_si256((__m512i)x),
-                                 _mm512_extracti64x4_epi64((__m512i)x, 1));
-#else
-    __m256i y = (__m256i)x;
-#endif
-    __m128i z =
-        _mm_max_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4e));
-    return _mm_cvtsi128_si32(_mm_max_epi32(z, _mm_shuffle_epi32(z, 0xb1)));
-#else
-    int32_t largest = 0;
-    for (int l = 0; l < VF; l++) {
-        largest = x[l] > largest ? x[l] : largest;
-    }
-    return largest;
-#endif
-}
-
-static float
-float_of(int32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
+/* ---- stages of a block ---- */
 
 /* Sum of a fixed tree over 16 lanes, which stand in 16 / VF vectors. */
 VF_INLINE float
@@ -204,8 +71,6 @@ lanes_sum(const vf lanes[LANES / VF])
 #endif
 }
 
-/* ---- stages of a block ---- */
-
 /* Random bytes of elements number .. number + count - 1, count <= RUN * BLOCK; returns
  * where the first one's stands. */
 static const uint8_t *
@@ -213,9 +78,11 @@ draw(work_t *work, const uint32_t key[2], uint64_t stream, uint64_t number,
      int64_t count)
 {
     int64_t skip = (int64_t)(number % GROUP);
+    uint64_t aligned =
+        number - number % GROUP; /* what is added to it may wrap around */
     uint8_t *to = work->random;
     for (int64_t done = 0; done < skip + count; done += GROUP) {
-        uint64_t block = (number / GROUP) * 16 + (uint64_t)done / 16;
+        uint64_t block = (aligned + (uint64_t)done) / GROUP * 16;
         for (int lane = 0; lane < 16; lane += VF) {
             vi words[PHILOX_WORDS];
             philox_draw(key, block + (uint64_t)lane, stream, words);
@@ -258,88 +125,22 @@ gather(work_t *work, const float *x, const float *residual, int count)
     return work->value;
 }
 
-VF_INLINE vi
-encode_integers(vf y, vi random, const int nearest)
-{
-    if (nearest) {
-        return (vi)(y + ROUND);
-    }
-    return ((vi)(y * 256.0f + ROUND) + random) >> 8;
-}
-
-VF_INLINE vi
-encode_fp8(const format_t format, vf y, vi random, const int nearest)
-{
-    const int drop = 23 - format.mantissa;
-    const int32_t shift = (127 - format.bias) << format.mantissa;
-    const int32_t least_normal = (128 - format.bias) << 23;
-    vi bits = (vi)y & INT32_MAX;
-    vf units = (vf)bits * float_of((126 + format.bias + format.mantissa) << 23);
-    vi below = nearest ? ((bits >> drop) & 1) + ((1 << (drop - 1)) - 1)
-                       : (random << (drop - 8)) + (1 << (drop - 9));
-    vi normal = ((bits + below) >> drop) - shift;
-    vi small = encode_integers(units, random, nearest);
-    vi is_small = bits < least_normal;
-    vi code = (small & is_small) | (normal & ~is_small);
-    return (code & 0x7f) | (((vi)y >> 24) & 0x80);
-}
-
 VF_INLINE void
 encode(work_t *work, const dcp_precision_t precision, const int nearest, const float *x,
        float inverse, const uint8_t *random)
 {
     const format_t format = format_of(precision);
-    for (int i = 0; i < BLOCK; i += VF) {
-        vf y = vf_load(x + i) * inverse;
-        vi r = nearest ? (vi){0} : widen(random + i);
-        narrow(work->code + i, is_fp8(precision) ? encode_fp8(format, y, r, nearest)
-                                                 : encode_integers(y, r, nearest));
+    for (int i = 0; i < BLOCK; i += FOUR * VF) {
+        vi codes[FOUR];
+        for (int v = 0; v < FOUR; v++) {
+            int at = i + v * VF;
+            vf y = vf_load(x + at) * inverse;
+            vi r = nearest ? (vi){0} : widen(random + at);
+            codes[v] = is_fp8(precision) ? encode_fp8(format, y, r, nearest)
+                                         : encode_integers(y, r, nearest);
+        }
+        narrow(work->code + i, codes);
     }
-}
-
-/* Values of VF codes, over the scale. */
-VF_INLINE vf
-decode(const dcp_precision_t precision, const uint8_t *code)
-{
-    const format_t format = format_of(precision);
-    vi x = widen(code);
-    if (!is_fp8(precision)) {
-        return __builtin_convertvector((x << 24) >> 24, vf);
-    }
-    vi magnitude = x & 0x7f, sign = (x & 0x80) << 24;
-    vf normal =
-        (vf)((magnitude << (23 - format.mantissa)) + ((127 - format.bias) << 23));
-    /* below the normal numbers the exponent stands for one more */
-    vf small = (normal + normal) - float_of((128 - format.bias) << 23);
-    vf value = vf_select(magnitude < (1 << format.mantissa), small, normal);
-    return (vf)((vi)value | sign);
-}
-
-/* Two codes of 4 bits a byte, the first one low; `count` codes. */
-VF_INLINE void
-pack(const uint8_t *code, uint8_t *to, int count)
-{
-    uint8_t bytes[BLOCK / 2];
-    uint16_t pairs[BLOCK / 2];
-    memcpy(pairs, code, sizeof pairs);
-    for (int i = 0; i < BLOCK / 2; i++) {
-        bytes[i] = (uint8_t)((pairs[i] & 15) | ((pairs[i] >> 4) & 0xf0));
-    }
-    memcpy(to, bytes, (size_t)(count + 1) / 2);
-}
-
-VF_INLINE void
-unpack(uint8_t *code, const uint8_t *from, int count)
-{
-    uint8_t bytes[BLOCK / 2] = {0};
-    uint16_t pairs[BLOCK / 2];
-    memcpy(bytes, from, count == BLOCK ? BLOCK / 2 : (size_t)(count + 1) / 2);
-    for (int i = 0; i < BLOCK / 2; i++) {
-        uint16_t both = (uint16_t)((bytes[i] & 15) | (bytes[i] & 0xf0) << 4);
-        /* 4-bit two's complement to 8 bits, without borrowing from the neighbour */
-        pairs[i] = (uint16_t)((((both ^ 0x0808) | 0x8080) - 0x0808) ^ 0x8080);
-    }
-    memcpy(code, pairs, sizeof pairs);
 }
 
 /* Adds the squares of y = inverse x and of y - said, times `factor`. */
@@ -396,8 +197,7 @@ quantise_scaled(work_t *work, const block_t *b, const dcp_precision_t precision,
     const format_t format = format_of(precision);
     const float *value = gather(work, b->x, b->residual, b->count), *x = value;
     if (hadamard) {
-        memcpy(work->turned, value, sizeof work->turned);
-        rotation_turn(work->turned, work->signs, b->count);
+        rotation_turn(value, work->signs, b->count, work->turned);
         x = work->turned;
     }
     int32_t bits = largest_bits(x);
@@ -630,8 +430,8 @@ dequantise_blocks(const dcp_dequantise_args_t *args, const quantise_key_t *key,
         }
         dequantise_block(&work, precision, accumulate,
                          codes + bytes_of(precision, start), scale,
-                         scaled && args->hadamard, left < BLOCK ? (int)left : BLOCK,
-                         args->out + start);
+                         scaled && args->hadamard && scale == scale,
+                         left < BLOCK ? (int)left : BLOCK, args->out + start);
     }
 }
 

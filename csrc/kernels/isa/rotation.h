@@ -2,8 +2,8 @@
  * of two, the largest first.
  *
  * It is orthonormal but for a factor: rotated values are 1/ROTATION of those of the
- * orthonormal transform, so that none is larger than the largest value that went in,
- * and turning back multiplies by ROTATION first. So neither way overflows. Stages go
+ * orthonormal transform, so that none is larger than the largest value that went in:
+ * neither way overflows. Stages go
  * from neighbours outwards in every instruction set: a sum or a difference of the same
  * two numbers, hence the same bits. Some 9 instructions for 16 elements and lanes.
  */
@@ -59,13 +59,27 @@ rotation_lanes_(vf x, const int distance)
     return rotation_swap_(x, distance) + (vf)((vi)x ^ upper);
 }
 
+/* Of the way back the factor comes last: until then values are below the largest of the
+ * block. What rounding moved beyond the largest float becomes that. A NaN stays. */
+VF_INLINE vf
+rotation_finish_(vf x, vf factor)
+{
+    const vf most = vf_set(0x1.fffffep+127f);
+    return vf_min(most, vf_max(-most, x * factor));
+}
+
 /* A whole block. */
 VF_INLINE void
-rotation_whole_(float *x, float factor)
+rotation_whole_(const float *from, const int32_t *signs, float *to, const int back)
 {
+    const float root = 11.3137083f, whole = (float)ROTATION;
+    const float factor = back ? whole / root : 1.0f / (root * whole);
     vf v[ROTATION_MOST / VF];
     for (int i = 0; i < ROTATION_MOST / VF; i++) {
-        v[i] = vf_load(x + i * VF) * factor;
+        v[i] = vf_load(from + i * VF);
+        if (!back) {
+            v[i] *= (vf)(*(const vi_u *)(signs + i * VF) | (vi)vf_set(factor));
+        }
         v[i] = rotation_lanes_(v[i], 1);
         v[i] = rotation_lanes_(v[i], 2);
 #if VF > 4
@@ -87,22 +101,31 @@ rotation_whole_(float *x, float factor)
         }
     }
     for (int i = 0; i < ROTATION_MOST / VF; i++) {
-        vf_store(x + i * VF, v[i]);
+        if (back) {
+            vi sign = *(const vi_u *)(signs + i * VF);
+            v[i] = rotation_finish_(v[i], (vf)(sign | (vi)vf_set(factor)));
+        }
+        vf_store(to + i * VF, v[i]);
     }
 }
 
+static float
+rotation_signed_(float x, int32_t sign)
+{
+    return sign != 0 ? -x : x;
+}
+
 static void
-rotation_pieces_(float *x, int count, int back)
+rotation_pieces_(float *x, const int32_t *signs, int count, const int back)
 {
     for (int n = ROTATION_MOST, power = 7, at = 0; n > 0; n /= 2, power--) {
         if ((count & n) == 0) {
             continue;
         }
         float root = rotation_roots_[power], whole = (float)ROTATION;
-        float factor = back ? whole / root : 1.0f / (root * whole);
         float *piece = x + at;
-        for (int i = 0; i < n; i++) {
-            piece[i] *= factor;
+        for (int i = 0; i < n && !back; i++) {
+            piece[i] *= rotation_signed_(1.0f / (root * whole), signs[at + i]);
         }
         for (int h = 1; h < n; h *= 2) {
             for (int i = 0; i < n; i++) {
@@ -113,41 +136,36 @@ rotation_pieces_(float *x, int count, int back)
                 }
             }
         }
+        for (int i = 0; i < n && back; i++) {
+            float factor = rotation_signed_(whole / root, signs[at + i]);
+            piece[i] = rotation_finish_(vf_set(piece[i]), vf_set(factor))[0];
+        }
         at += n;
     }
 }
 
-VF_INLINE void
-rotation_flip_(float *x, const int32_t *signs)
-{
-    for (int i = 0; i < ROTATION_MOST; i += VF) {
-        vi sign = *(const vi_u *)(signs + i);
-        vf_store(x + i, (vf)((vi)vf_load(x + i) ^ sign));
-    }
-}
-
-/* In place; x has ROTATION_MOST places, of which `count` count. signs: the sign bit, or
- * 0, of each. */
+/* to = from turned; both have ROTATION_MOST places, of which `count` count. signs: the
+ * sign bit, or 0, of each. */
 static void
-rotation_turn(float *x, const int32_t *signs, int count)
+rotation_turn(const float *from, const int32_t *signs, int count, float *to)
 {
-    rotation_flip_(x, signs);
     if (count == ROTATION_MOST) {
-        rotation_whole_(x, 1.0f / (11.3137083f * (float)ROTATION));
+        rotation_whole_(from, signs, to, 0);
     } else {
-        rotation_pieces_(x, count, 0);
+        memcpy(to, from, ROTATION_MOST * sizeof(float));
+        rotation_pieces_(to, signs, count, 0);
     }
 }
 
+/* In place. */
 static void
 rotation_turn_back(float *x, const int32_t *signs, int count)
 {
     if (count == ROTATION_MOST) {
-        rotation_whole_(x, (float)ROTATION / 11.3137083f);
+        rotation_whole_(x, signs, x, 1);
     } else {
-        rotation_pieces_(x, count, 1);
+        rotation_pieces_(x, signs, count, 1);
     }
-    rotation_flip_(x, signs);
 }
 
 #endif
