@@ -2,8 +2,8 @@
 
 A job in front shares a network with jobs behind it that come and go. Its controller is the one that
 trains; steps take what the network simulator says; progress follows the steps formula with a noise
-scale that grows as the loss falls. Constants are ours and stated in `Setup`: the published work names
-its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
+scale that grows as the loss falls. Constants are ours and stated in `Setup`: the published work
+names its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PUBLISHED_BAND = (1.13, 1.42)  # decoupled over joint, as ML-for-ML reports it
 _COLLECTIVES = ("ring", "alltoall", "two_level")
 
 # Relative squared errors of blocks of 128 with stochastic rounding, of values like Student's t with
-# 4 degrees of freedom, as gradients have them; bf16 to nearest. Measured by tests/unit/test_quantise.py.
+# 4 degrees of freedom, as gradients have them; bf16 to nearest.
 ERRORS = {
     "fp32": 0.0,
     "bf16": 2.7e-6,
@@ -249,7 +249,11 @@ class _Case:
             trace=trace,
         )
         best = max(
-            ((share, q, a) for q in shares for a, share in zip(self.multiples, shares[q])),
+            (
+                (share, q, a)
+                for q in shares
+                for a, share in zip(self.multiples, shares[q], strict=True)
+            ),
             key=lambda item: item[0],
         )
         return Result(
@@ -365,7 +369,9 @@ class Sweep:
         Examples
         --------
         >>> from dcp.time_to_loss import sweep
-        >>> done = sweep(["static"], congestion=[0], base=["fp32"], dwell_s=[100], seeds=2, target=6)
+        >>> done = sweep(
+        ...     ["static"], congestion=[0], base=["fp32"], dwell_s=[100], seeds=2, target=6
+        ... )
         >>> list(done.mean())
         [('fp32', 0, 100.0, 'static')]
         """
@@ -445,7 +451,9 @@ def sweep(
     Examples
     --------
     >>> from dcp.time_to_loss import sweep
-    >>> done = sweep(["joint", "oracle"], congestion=[1], base=["bf16"], dwell_s=[100], seeds=1, target=4)
+    >>> done = sweep(
+    ...     ["joint", "oracle"], congestion=[1], base=["bf16"], dwell_s=[100], seeds=1, target=4
+    ... )
     >>> 0.99 < done.ratio("joint", "oracle")["bf16", 1, 100.0] < 1.1
     True
     """
