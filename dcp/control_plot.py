@@ -179,7 +179,12 @@ def _dress_sweep(figure: Any, grid: Any, jobs: Sequence[int], most: float) -> No
     lines.append(patches.Patch(color="#b279a2", alpha=0.16, lw=0))
     names.append("decoupled / joint, published")
     figure.legend(
-        lines, names, loc="outside upper left", ncols=min(7, len(names)), frameon=False, fontsize=9
+        lines,
+        names,
+        loc="outside upper left",
+        ncols=max(2, min(len(names), int(figure.get_figwidth() / 1.55))),
+        frameon=False,
+        fontsize=9,
     )
 
 

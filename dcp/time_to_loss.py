@@ -76,7 +76,8 @@ class Setup:
     background_parameters, background_compute_s : float
         Of a job behind; its gradients are fp32.
     loss_start, loss_floor, loss_knee, loss_power : float
-        L(p) = floor + (start - floor) (1 + p / knee)^-power.
+        L(p) = floor + (start - floor) (1 + p / knee)^-power. The knee makes a run of the best
+        policy forty minutes: a hundred phases of 20 s, and several of 600 s.
     noise_scale, noise_power : float
         B_s(L) = noise_scale / L^(1 / noise_power) tokens (Kaplan et al., arXiv 2001.08361).
     target_loss : float
@@ -110,7 +111,7 @@ class Setup:
     background_compute_s: float = 0.3
     loss_start: float = 10.8
     loss_floor: float = 2.0
-    loss_knee: float = 26.0
+    loss_knee: float = 52.0
     loss_power: float = 0.6
     noise_scale: float = 2e8
     noise_power: float = 0.21

@@ -301,8 +301,8 @@ def _constants(setup: Any) -> str:
         f"{setup.tokens_per_step:,} tokens in {setup.compute_s:g} s at multiple 1, "
         f"{setup.bucket_count} buckets; behind: {setup.background_parameters / 1e6:,.0f}M "
         f"parameters in fp32, {setup.background_compute_s:g} s of computing; loss "
-        f"{setup.loss_start:g} to {setup.target_loss:g} of floor {setup.loss_floor:g}, noise scale {setup.noise_scale:g} / "
-        f"loss^(1/{setup.noise_power:g}) tokens"
+        f"{setup.loss_start:g} to {setup.target_loss:g} of floor {setup.loss_floor:g}, noise scale "
+        f"{setup.noise_scale:g} / loss^(1/{setup.noise_power:g}) tokens"
     )
 
 
