@@ -26,6 +26,7 @@ from dcp import _dcp, planning
 from dcp._dcp import ArgumentError, InfeasibleError
 from dcp.cost import whole
 from dcp.distributions import DISTRIBUTIONS, PAPER, Distribution, distribution
+from dcp.network import network
 from dcp.planning import CostModel, Plan
 from dcp.time_to_loss import time_to_loss
 
@@ -42,6 +43,7 @@ __all__ = [
     "against_measured",
     "distribution",
     "every_strategy",
+    "network",
     "recompute_seconds",
     "sequences",
     "step",

@@ -370,9 +370,8 @@ class Sweep:
         Examples
         --------
         >>> from dcp.time_to_loss import sweep
-        >>> done = sweep(
-        ...     ["static"], congestion=[0], base=["fp32"], dwell_s=[100], seeds=2, target=6
-        ... )
+        >>> cell = {"congestion": [0], "base": ["fp32"], "dwell_s": [100]}
+        >>> done = sweep(["static"], **cell, seeds=2, target=6)
         >>> list(done.mean())
         [('fp32', 0, 100.0, 'static')]
         """
@@ -452,9 +451,8 @@ def sweep(
     Examples
     --------
     >>> from dcp.time_to_loss import sweep
-    >>> done = sweep(
-    ...     ["joint", "oracle"], congestion=[1], base=["bf16"], dwell_s=[100], seeds=1, target=4
-    ... )
+    >>> cell = {"congestion": [1], "base": ["bf16"], "dwell_s": [100]}
+    >>> done = sweep(["joint", "oracle"], **cell, seeds=1, target=4)
     >>> 0.99 < done.ratio("joint", "oracle")["bf16", 1, 100.0] < 1.1
     True
     """

@@ -121,5 +121,6 @@ int bind_placement_register(PyObject *module);
 int bind_link_register(PyObject *module);
 int bind_control_register(PyObject *module);
 int bind_time_to_loss_register(PyObject *module);
+int bind_network_register(PyObject *module);
 
 #endif

@@ -179,7 +179,9 @@ get_fields(PyObject *mapping, void *base, const number_field_t *fields, size_t c
     for (size_t i = 0; i < count; i++) {
         double value;
         char *at = (char *)base + fields[i].offset;
-        if (get_double(mapping, fields[i].name, &value) < 0) {
+        if (!PyMapping_HasKeyString(mapping, fields[i].name)) {
+            value = fields[i].kind == 'd' ? NAN : 0; /* was not measured */
+        } else if (get_double(mapping, fields[i].name, &value) < 0) {
             return -1;
         }
         if (fields[i].kind == 'd') {
@@ -222,6 +224,12 @@ bind_arm(PyObject *mapping, dcp_arm_t *arm_p)
 static int
 get_errors(PyObject *mapping, const char *name, double *errors)
 {
+    if (!PyMapping_HasKeyString(mapping, name)) {
+        for (int32_t i = 0; i < DCP_PRECISION_COUNT; i++) {
+            errors[i] = NAN;
+        }
+        return 0;
+    }
     PyObject *dict = PyMapping_GetItemString(mapping, name);
     if (dict == NULL) {
         return -1;

@@ -459,8 +459,8 @@ module_exec(PyObject *module)
         || bind_plan_register(module) < 0 || bind_sim_register(module) < 0
         || bind_step_register(module) < 0 || bind_placement_register(module) < 0
         || bind_dbuffer_register(module) < 0 || bind_link_register(module) < 0
-        || bind_control_register(module) < 0
-        || bind_time_to_loss_register(module) < 0) {
+        || bind_control_register(module) < 0 || bind_time_to_loss_register(module) < 0
+        || bind_network_register(module) < 0) {
         return -1;
     }
     return 0;

@@ -85,7 +85,7 @@ control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
             reasons |= DCP_REASON_JUMP;
         }
     }
-    if (o->tokens > 0) {
+    if (o->tokens > 0 && isfinite(o->compute_s) && isfinite(o->step_s)) {
         double tokens = (double)o->tokens;
         control_mean_add(&state->token_s, o->compute_s / tokens, TIME_MEAN);
         control_mean_add(&state->tokens, tokens / o->arm.multiple, TIME_MEAN);

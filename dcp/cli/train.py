@@ -419,6 +419,9 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
 
     config, plan = settings.transformer(), settings.plan
 
+    controlled = settings.control.policy is not None or settings.train.precision != "fp32"
+    residual = controlled and settings.control.feedback
+
     def cost(reduce: str, gather: str = "layer") -> Any:
         link = link_of(settings)
         if plan.cost is None:
@@ -431,6 +434,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
                 optimizer=settings.optimizer,
                 prefetch=plan.prefetch,
                 gather=gather,
+                residual=residual,
             )
             return made if link is None else cost_under(made, config, link)
         measured = dcp.CostModel.load(plan.cost)
@@ -439,7 +443,13 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
             **host_fixed_fields(
-                config, reduce, plan.windows, settings.optimizer, plan.prefetch, gather
+                config,
+                reduce,
+                plan.windows,
+                settings.optimizer,
+                plan.prefetch,
+                gather,
+                residual,
             ),
         )
 
@@ -447,7 +457,6 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
     if plan.gather == "auto" and settings.link is not None and not plan.prefetch:
         gather = "step" if _fits(settings, documents, cost("step", "step")) else "layer"
     reduce = plan.reduce
-    controlled = settings.control.policy is not None or settings.train.precision != "fp32"
     if reduce == "auto" and (settings.memory is None or controlled):
         reduce = "step"  # never moves more bytes, and codes are summed once a step
     elif reduce == "auto":
