@@ -123,11 +123,12 @@ class Setup:
 
     def inputs(self) -> dict[str, Any]:
         """What the controller knows of communication: bytes, codecs, overlap."""
+        hosts = max(1, self.hosts)  # fewer are refused by the core
         count = int(self.parameter_count)
         whole = {q: float(_dcp.precision_bytes(q, count)) for q in ERRORS}
         codec = 4.0 * count / self.codec_bytes_per_s if self.codec_bytes_per_s > 0 else 0.0
         return {
-            "reduce_bytes": {q: 2.0 * b * (self.hosts - 1) / self.hosts for q, b in whole.items()},
+            "reduce_bytes": {q: 2.0 * b * (hosts - 1) / hosts for q, b in whole.items()},
             "codec_s": {q: 0.0 if q == "fp32" else codec for q in ERRORS},
             "bucket_count": self.bucket_count,
             "backward_share": self.backward_share,
@@ -224,6 +225,9 @@ class _Case:
     ) -> None:
         self.base, self.congestion, self.dwell_s, self.seed = base, congestion, dwell_s, seed
         self.precisions, self.multiples = tuple(precisions), tuple(multiples)
+        for name, values in (("precisions", precisions), ("batch_multiples", multiples)):
+            if not values:
+                raise ArgumentError(f"{name} is empty: name at least one")
         self._numbers = setup.core(congestion, dwell_s)
         self._inputs = setup.inputs()
         self._control = {
