@@ -235,8 +235,10 @@ def draw_decisions(log: DecisionLog) -> Any:
     )
     _draw_arms(arms, rows, starts, ends)
     _draw_jobs(network, log.lines, starts, ends)
-    _draw_line(network, ends, [_scaled(row["bandwidth"], 8e-9) for row in rows], "#4c78a8")
-    network.set_ylabel("bandwidth, Gbit/s")
+    most = max((row["bandwidth"] or 0.0 for row in rows), default=0.0)
+    unit, scale = ("Gbit/s", 8e-9) if most > 1e9 / 8 else ("Mbit/s", 8e-6)
+    _draw_line(network, ends, [_scaled(row["bandwidth"], scale) for row in rows], "#4c78a8")
+    network.set_ylabel(f"bandwidth, {unit}")
     _draw_line(noise, ends, [_scaled(row["noise_tokens"], 1.0) for row in rows], "#b279a2")
     noise.set_ylabel("noise scale, tokens")
     _draw_steps(steps, rows, ends)
@@ -280,7 +282,8 @@ def _draw_arms(
     handles = [lines.Line2D([], [], color=_PRECISIONS.get(q, "black"), lw=6) for q in used]
     changes = sum(row["changed"] for row in rows)
     axes.legend(handles, list(used), **_above(len(used)))
-    axes.set_title(f"{len(rows):,} steps, {changes:,} changes of arm", loc="left", fontsize=10)
+    times = "change" if changes == 1 else "changes"
+    axes.set_title(f"{len(rows):,} steps, {changes:,} {times} of arm", loc="left", fontsize=10)
 
 
 def _above(columns: int) -> dict[str, Any]:

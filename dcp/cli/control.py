@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from dcp.cli import InputError, common, reading_input
+from dcp.cli.arm_panel import bandwidth_text
 from dcp.cli.clusters import show_on, writable
 
 
@@ -390,13 +391,13 @@ def _show_log(
     changes = [(row, after) for row, after in itertools.pairwise(rows) if row["changed"]]
     if changes:
         console.print()
-    table = _table("after step", "s", "arm", "Gbit/s", "noise scale", "why")
+    table = _table("after step", "s", "arm", "bandwidth", "noise scale", "why")
     for row, after in changes[:_MOST_CHANGES]:
         table.add_row(
             str(row["step"]),
             f"{row['seconds']:,.1f}",
             f"{after['precision']} x {after['multiple']}",
-            _number(row["bandwidth"], ".3g", 8e-9),
+            bandwidth_text(row["bandwidth"]),
             _number(row["noise_tokens"], ",.0f"),
             ", ".join(row["reasons"]),
         )
