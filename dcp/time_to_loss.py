@@ -9,12 +9,14 @@ names its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dcp import _dcp
@@ -185,6 +187,32 @@ class Result:
     trace: list[Any] | None = dataclasses.field(default=None, repr=False, compare=False)
     settings: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
     inputs: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def plot(self) -> Any:
+        """Draw the decisions of a traced run, as `dcp.control_plot.draw_decisions` does.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        dcp.ArgumentError
+            The run has no trace, or no controller decided in it.
+        dcp.UnsupportedError
+            matplotlib is not installed.
+
+        Examples
+        --------
+        >>> from dcp.time_to_loss import time_to_loss
+        >>> len(time_to_loss(target=8.0, trace=True).plot().axes)
+        4
+        """
+        from dcp.control_plot import draw_decisions
+        from dcp.controller import DecisionLog
+
+        lines = [json.loads(line) for line in decision_log(self).splitlines()]
+        return draw_decisions(DecisionLog(Path("simulated"), lines[0]["settings"], None, lines))
 
 
 def _whole(name: str, value: int, least: int) -> int:
@@ -399,6 +427,21 @@ class Sweep:
             if key[3] == policy and (*key[:3], to) in mean
         }
 
+    def plot(self) -> Any:
+        """Draw times over congestion, as `dcp.control_plot.draw_sweep` does.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Examples
+        --------
+        See `dcp.control_plot.draw_sweep`.
+        """
+        from dcp.control_plot import draw_sweep
+
+        return draw_sweep(self)
+
     def to_json(self) -> list[dict[str, Any]]:
         """Rows of plain data, with `ratio_to_oracle` of the same seed (None without an oracle)."""
         oracle = {
@@ -460,13 +503,10 @@ def sweep(
     >>> 0.99 < done.ratio("joint", "oracle")["bf16", 1, 100.0] < 1.1
     True
     """
-    lists = {
-        "policies": list(policies),
-        "congestion": list(congestion),
-        "base": list(base),
-        "dwell_s": [float(d) for d in dwell_s],
-    }
-    for name, values in lists.items():
+    bases, counts, chosen = list(base), list(congestion), list(policies)
+    dwells = [float(d) for d in dwell_s]
+    named = (("policies", chosen), ("congestion", counts), ("base", bases), ("dwell_s", dwells))
+    for name, values in named:
         if not values:
             raise ArgumentError(f"{name} is empty: name at least one")
     seeds = _whole("seeds", seeds, 1)
@@ -486,24 +526,19 @@ def sweep(
         )
 
     def arm(b: str, c: int, d: float, seed: int, q: str, a: int) -> Callable[[], Result]:
-        chosen = setup if setup is not None else Setup()
+        what = setup if setup is not None else Setup()
         if target is not None:
-            chosen = dataclasses.replace(chosen, target_loss=float(target))
-        case = _Case(chosen, b, c, d, seed, grid_of(b, precisions), batch_multiples)
+            what = dataclasses.replace(what, target_loss=float(target))
+        case = _Case(what, b, c, d, seed, grid_of(b, precisions), batch_multiples)
         return lambda: case.run("fixed", fixed=(q, a))
 
-    for b in lists["base"]:
-        for c in lists["congestion"]:
-            for d in lists["dwell_s"]:
-                for policy in lists["policies"]:
-                    for seed in range(seeds):
-                        if policy != "best_fixed":
-                            jobs.append(((b, c, d, policy, seed), one(policy, b, c, d, seed)))
-                            continue
-                        for q in grid_of(b, precisions):
-                            for a in batch_multiples:
-                                fixed.setdefault((c, d, seed, q, a), arm(b, c, d, seed, q, a))
-    # the first run of each cell checks its arguments before anything is spread out
+    runs = list(itertools.product(bases, counts, dwells, chosen, range(seeds)))
+    for b, c, d, policy, seed in runs:
+        if policy != "best_fixed":
+            jobs.append(((b, c, d, policy, seed), one(policy, b, c, d, seed)))
+            continue
+        for q, a in itertools.product(grid_of(b, precisions), batch_multiples):
+            fixed.setdefault((c, d, seed, q, a), arm(b, c, d, seed, q, a))
     total, done = len(jobs) + len(fixed), 0
     found: dict[tuple[Any, ...], Result] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -519,21 +554,13 @@ def sweep(
                 future.cancel()
             raise
     results = []
-    for b in lists["base"]:
-        for c in lists["congestion"]:
-            for d in lists["dwell_s"]:
-                for policy in lists["policies"]:
-                    for seed in range(seeds):
-                        if policy != "best_fixed":
-                            results.append(found[b, c, d, policy, seed])
-                            continue
-                        arms = [
-                            found[c, d, seed, q, a]
-                            for q in grid_of(b, precisions)
-                            for a in batch_multiples
-                        ]
-                        best = min(arms, key=lambda run: run.time_to_target_s)
-                        results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
+    for b, c, d, policy, seed in runs:
+        if policy != "best_fixed":
+            results.append(found[b, c, d, policy, seed])
+            continue
+        arms = itertools.product(grid_of(b, precisions), batch_multiples)
+        best = min((found[c, d, seed, q, a] for q, a in arms), key=lambda r: r.time_to_target_s)
+        results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
     return Sweep(results)
 
 
