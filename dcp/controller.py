@@ -53,7 +53,8 @@ class Controller:
         How the learning rate follows the multiple (AdaScale, arXiv 2007.05105); None: what suits
         the optimizer, for those that normalise their update the square root of the gain.
     hysteresis : float
-        Share by which another arm must promise less time; 0: none.
+        Share by which another arm must promise less time, at once or, in smaller promises step
+        after step, six times that in all; 0: none.
     bandwidth_mean : float
         Weight of the newest bandwidth in the running mean of its logarithm.
     jump, jump_count : float, int

@@ -9,12 +9,14 @@ names its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dcp import _dcp
@@ -76,7 +78,8 @@ class Setup:
     background_parameters, background_compute_s : float
         Of a job behind; its gradients are fp32.
     loss_start, loss_floor, loss_knee, loss_power : float
-        L(p) = floor + (start - floor) (1 + p / knee)^-power.
+        L(p) = floor + (start - floor) (1 + p / knee)^-power. The knee makes a run of the best
+        policy forty minutes: a hundred phases of 20 s, and several of 600 s.
     noise_scale, noise_power : float
         B_s(L) = noise_scale / L^(1 / noise_power) tokens (Kaplan et al., arXiv 2001.08361).
     target_loss : float
@@ -110,7 +113,7 @@ class Setup:
     background_compute_s: float = 0.3
     loss_start: float = 10.8
     loss_floor: float = 2.0
-    loss_knee: float = 26.0
+    loss_knee: float = 52.0
     loss_power: float = 0.6
     noise_scale: float = 2e8
     noise_power: float = 0.21
@@ -122,11 +125,12 @@ class Setup:
 
     def inputs(self) -> dict[str, Any]:
         """What the controller knows of communication: bytes, codecs, overlap."""
+        hosts = max(1, self.hosts)  # fewer are refused by the core
         count = int(self.parameter_count)
         whole = {q: float(_dcp.precision_bytes(q, count)) for q in ERRORS}
         codec = 4.0 * count / self.codec_bytes_per_s if self.codec_bytes_per_s > 0 else 0.0
         return {
-            "reduce_bytes": {q: 2.0 * b * (self.hosts - 1) / self.hosts for q, b in whole.items()},
+            "reduce_bytes": {q: 2.0 * b * (hosts - 1) / hosts for q, b in whole.items()},
             "codec_s": {q: 0.0 if q == "fp32" else codec for q in ERRORS},
             "bucket_count": self.bucket_count,
             "backward_share": self.backward_share,
@@ -184,6 +188,32 @@ class Result:
     settings: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
     inputs: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    def plot(self) -> Any:
+        """Draw the decisions of a traced run, as `dcp.control_plot.draw_decisions` does.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        dcp.ArgumentError
+            The run has no trace, or no controller decided in it.
+        dcp.UnsupportedError
+            matplotlib is not installed.
+
+        Examples
+        --------
+        >>> from dcp.time_to_loss import time_to_loss
+        >>> len(time_to_loss(target=8.0, trace=True).plot().axes)
+        4
+        """
+        from dcp.control_plot import draw_decisions
+        from dcp.controller import DecisionLog
+
+        lines = [json.loads(line) for line in decision_log(self).splitlines()]
+        return draw_decisions(DecisionLog(Path("simulated"), lines[0]["settings"], None, lines))
+
 
 def _whole(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or int(value) != value or value < least:
@@ -223,6 +253,9 @@ class _Case:
     ) -> None:
         self.base, self.congestion, self.dwell_s, self.seed = base, congestion, dwell_s, seed
         self.precisions, self.multiples = tuple(precisions), tuple(multiples)
+        for name, values in (("precisions", precisions), ("batch_multiples", multiples)):
+            if not values:
+                raise ArgumentError(f"{name} is empty: name at least one")
         self._numbers = setup.core(congestion, dwell_s)
         self._inputs = setup.inputs()
         self._control = {
@@ -394,6 +427,21 @@ class Sweep:
             if key[3] == policy and (*key[:3], to) in mean
         }
 
+    def plot(self) -> Any:
+        """Draw times over congestion, as `dcp.control_plot.draw_sweep` does.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Examples
+        --------
+        See `dcp.control_plot.draw_sweep`.
+        """
+        from dcp.control_plot import draw_sweep
+
+        return draw_sweep(self)
+
     def to_json(self) -> list[dict[str, Any]]:
         """Rows of plain data, with `ratio_to_oracle` of the same seed (None without an oracle)."""
         oracle = {
@@ -455,13 +503,10 @@ def sweep(
     >>> 0.99 < done.ratio("joint", "oracle")["bf16", 1, 100.0] < 1.1
     True
     """
-    lists = {
-        "policies": list(policies),
-        "congestion": list(congestion),
-        "base": list(base),
-        "dwell_s": [float(d) for d in dwell_s],
-    }
-    for name, values in lists.items():
+    bases, counts, chosen = list(base), list(congestion), list(policies)
+    dwells = [float(d) for d in dwell_s]
+    named = (("policies", chosen), ("congestion", counts), ("base", bases), ("dwell_s", dwells))
+    for name, values in named:
         if not values:
             raise ArgumentError(f"{name} is empty: name at least one")
     seeds = _whole("seeds", seeds, 1)
@@ -481,24 +526,19 @@ def sweep(
         )
 
     def arm(b: str, c: int, d: float, seed: int, q: str, a: int) -> Callable[[], Result]:
-        chosen = setup if setup is not None else Setup()
+        what = setup if setup is not None else Setup()
         if target is not None:
-            chosen = dataclasses.replace(chosen, target_loss=float(target))
-        case = _Case(chosen, b, c, d, seed, grid_of(b, precisions), batch_multiples)
+            what = dataclasses.replace(what, target_loss=float(target))
+        case = _Case(what, b, c, d, seed, grid_of(b, precisions), batch_multiples)
         return lambda: case.run("fixed", fixed=(q, a))
 
-    for b in lists["base"]:
-        for c in lists["congestion"]:
-            for d in lists["dwell_s"]:
-                for policy in lists["policies"]:
-                    for seed in range(seeds):
-                        if policy != "best_fixed":
-                            jobs.append(((b, c, d, policy, seed), one(policy, b, c, d, seed)))
-                            continue
-                        for q in grid_of(b, precisions):
-                            for a in batch_multiples:
-                                fixed.setdefault((c, d, seed, q, a), arm(b, c, d, seed, q, a))
-    # the first run of each cell checks its arguments before anything is spread out
+    runs = list(itertools.product(bases, counts, dwells, chosen, range(seeds)))
+    for b, c, d, policy, seed in runs:
+        if policy != "best_fixed":
+            jobs.append(((b, c, d, policy, seed), one(policy, b, c, d, seed)))
+            continue
+        for q, a in itertools.product(grid_of(b, precisions), batch_multiples):
+            fixed.setdefault((c, d, seed, q, a), arm(b, c, d, seed, q, a))
     total, done = len(jobs) + len(fixed), 0
     found: dict[tuple[Any, ...], Result] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -514,21 +554,13 @@ def sweep(
                 future.cancel()
             raise
     results = []
-    for b in lists["base"]:
-        for c in lists["congestion"]:
-            for d in lists["dwell_s"]:
-                for policy in lists["policies"]:
-                    for seed in range(seeds):
-                        if policy != "best_fixed":
-                            results.append(found[b, c, d, policy, seed])
-                            continue
-                        arms = [
-                            found[c, d, seed, q, a]
-                            for q in grid_of(b, precisions)
-                            for a in batch_multiples
-                        ]
-                        best = min(arms, key=lambda run: run.time_to_target_s)
-                        results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
+    for b, c, d, policy, seed in runs:
+        if policy != "best_fixed":
+            results.append(found[b, c, d, policy, seed])
+            continue
+        arms = itertools.product(grid_of(b, precisions), batch_multiples)
+        best = min((found[c, d, seed, q, a] for q, a in arms), key=lambda r: r.time_to_target_s)
+        results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
     return Sweep(results)
 
 

@@ -60,7 +60,8 @@ typedef struct dcp_control_options {
     int64_t tokens_per_step; /* of multiple 1 */
     int32_t rank_count;      /* W: ranks whose quantised gradients are summed */
     dcp_lr_rule_t lr_rule;
-    double hysteresis;     /* another arm must promise a J less by this share: 0.05 */
+    double hysteresis;     /* another arm must promise a J less by this share: 0.05; or
+                              by less, until that adds up to six times it */
     double bandwidth_mean; /* weight of the newest log bandwidth: 0.3 */
     double jump;           /* |log bandwidth - mean| above this is a jump: 0.5 */
     int32_t jump_count;    /* so many jumps in one direction start the mean anew: 3 */
