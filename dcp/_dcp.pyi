@@ -497,3 +497,17 @@ class Network:
 def max_min_rates(
     offsets: npt.ArrayLike, links: Sequence[int], capacity: NDArray[np.float64], /
 ) -> NDArray[np.float64]: ...
+def quantise(
+    x: NDArray[np.float32],
+    precision: str,
+    seed: int,
+    stream: int,
+    first: int,
+    nearest: bool,
+    hadamard: bool,
+    residual: NDArray[np.float32] | None,
+) -> NDArray[np.uint8]: ...
+def dequantise(
+    codes: NDArray[np.uint8], count: int, precision: str, seed: int, hadamard: bool
+) -> NDArray[np.float32]: ...
+def sketch(x: NDArray[np.float32], seed: int, first: int) -> NDArray[np.float64]: ...

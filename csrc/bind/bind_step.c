@@ -736,9 +736,10 @@ sharded_state_runs(PyObject *object, PyObject *argument)
 {
     sharded_object_t *self = (sharded_object_t *)object;
     dcp_sharded_t *sharded = checked(self);
-    return sharded != NULL ? bind_optimizer_state_runs(
-               dcp_sharded_optimizer(sharded), argument, object, &self->state_views)
-                           : NULL;
+    return sharded != NULL
+               ? bind_optimizer_state_runs(dcp_sharded_optimizer(sharded), argument,
+                                           object, &self->state_views)
+               : NULL;
 }
 
 static PyMethodDef sharded_methods[] = {

@@ -93,10 +93,10 @@ compare(const int64_t *settings, int32_t world)
                                   ", rank %d has %" PRId64,
                                   names[i], own, (int)rank, other)
                        : DCP_FAIL(
-                           DCP_ERR_MISMATCH,
-                           "ranks disagree on %s: rank 0 has one of hash %016" PRIx64
-                           ", rank %d of %016" PRIx64,
-                           names[i], (uint64_t)own, (int)rank, (uint64_t)other);
+                             DCP_ERR_MISMATCH,
+                             "ranks disagree on %s: rank 0 has one of hash %016" PRIx64
+                             ", rank %d of %016" PRIx64,
+                             names[i], (uint64_t)own, (int)rank, (uint64_t)other);
         }
     }
     return DCP_OK;

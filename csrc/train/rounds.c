@@ -171,10 +171,10 @@ train_pad_rounds(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         batches[i] = i < args->batch_count
                          ? args->batches[i]
                          : (dcp_micro_batch_t){
-                             .batch = {.offsets = no_offsets},
-                             .first_rank = dcp_comm_rank(sharded->comm),
-                             .rank_count = 1,
-                         };
+                               .batch = {.offsets = no_offsets},
+                               .first_rank = dcp_comm_rank(sharded->comm),
+                               .rank_count = 1,
+                           };
     }
     *padded_p = *args;
     padded_p->batches = batches;

@@ -101,7 +101,7 @@ tensor_gradient(const dcp_sharded_t *sharded, int64_t tensor)
     }
     return sharded->reduce_layer ? train_group_gradients(sharded, group) + start
                                  : dcp_dbuffer_tensor_data(
-                                     sharded->buffers[DCP_SHARDED_GRADIENTS], tensor);
+                                       sharded->buffers[DCP_SHARDED_GRADIENTS], tensor);
 }
 
 static dcp_status_t
