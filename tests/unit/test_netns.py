@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "netns" / "shared_link.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "netns" / "shared_link.py"
 
 
 def why_not() -> str | None:
@@ -39,7 +40,11 @@ def why_not() -> str | None:
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_tcp_flows_get_about_what_the_simulator_gives_them() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--seconds", "3"], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SCRIPT), "--seconds", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     rates = json.loads(done.stdout.splitlines()[-1])
