@@ -48,7 +48,12 @@ def test_tcp_flows_get_about_what_the_simulator_gives_them() -> None:
     )
     assert done.returncode == 0, done.stderr
     rates = json.loads(done.stdout.splitlines()[-1])
-    # headers take 5 %; TCP is fair in the long run only, and this machine may be busy
-    assert rates["real"] == pytest.approx(rates["simulated"], rel=0.35), rates
+    real, model = rates["real"], rates["simulated"]
+    # full links: up from host 0, down to host 2, and 1 -> 3 alone; headers take 5 %
+    for flows in ((0, 1), (1, 2), (3,)):
+        here, there = sum(real[f] for f in flows), sum(model[f] for f in flows)
+        assert 0.7 < here / there < 1.15, rates
+    # within a link TCP is fair in the long run only
+    assert all(0.3 < a / b < 1.8 for a, b in zip(real, model, strict=True)), rates
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert "dcp" not in left
