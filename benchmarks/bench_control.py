@@ -1,7 +1,8 @@
 """Control in real training: an emulated, congested link, wall-clock time to a held-out loss.
 
-    pytest benchmarks/bench_control.py -k short     # 10 minutes; 2 ranks, 1 seed
-    pytest benchmarks/bench_control.py -k full      # 2 hours; 2 and 4 ranks, 3 seeds
+    pytest benchmarks/bench_control.py -k quick     # 6 minutes; joint, static, two fixed arms
+    pytest benchmarks/bench_control.py -k short     # 20 minutes; 2 ranks, 1 seed
+    pytest benchmarks/bench_control.py -k full      # 3 hours; 2 and 4 ranks, 3 seeds
 
 The link is set so that reducing and gathering in fp32 takes about as long as a step computes, with
 three background jobs that come and go. Every policy and nine fixed arms (a static policy on a grid
@@ -32,7 +33,13 @@ POLICIES = ("joint", "decoupled", "precision", "accumulation", "static")
 FIXED = tuple(itertools.product(("bf16", "int8", "int4"), (1, 2, 4)))
 TARGET, EVAL_EVERY, STEPS = 2.6, 4, 150
 BACKGROUND = "background=3,dwell=10s"
-FORMS = {"short": ((2,), (1,)), "full": ((2, 4), (1, 2, 3))}  # ranks, seeds
+ALL = (*POLICIES, *(f"{precision} x {multiple}" for precision, multiple in FIXED))
+QUICK = ("joint", "static", "int8 x 1", "int4 x 1")
+FORMS = {  # ranks, seeds, rows
+    "quick": ((2,), (1,), QUICK),
+    "short": ((2,), (1,), ALL),
+    "full": ((2, 4), (1, 2, 3), ALL),
+}
 CURVE_STEPS, CURVE_SEEDS, CURVE_PRECISIONS = 40, (1, 2, 3, 4, 5), ("bf16", "int8", "int4")
 OVERHEAD_STEPS = 60
 
@@ -107,8 +114,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_time_to_target(form: str, benchmark: Any) -> None:
-    worlds, seeds = FORMS[form]
-    names = [*POLICIES, *(f"{precision} x {multiple}" for precision, multiple in FIXED)]
+    worlds, seeds, names = FORMS[form]
     links: dict[int, str] = {}
     runs: list[dict[str, Any]] = []
 
