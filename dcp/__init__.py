@@ -52,6 +52,7 @@ _HOME = {
     "Plan": "dcp.planning",
     "plan": "dcp.planning",
     "Loader": "dcp.loader",
+    "Controller": "dcp.controller",
     "Trainer": "dcp.trainer",
 }
 _MODULES = {"buckets", "checkpoint", "data", "layout", "ops", "optim", "placement", "simulate"}

@@ -109,6 +109,21 @@ class World:
         out: NDArray[Any] | None,
         /,
     ) -> NDArray[Any]: ...
+    def _traffic(self) -> tuple[int, int, float, float]: ...
+    def _quantised_reduce(
+        self,
+        x: NDArray[Any],
+        counts: NDArray[np.int64] | None,
+        precision: str,
+        hadamard: bool,
+        nearest: bool,
+        residual: NDArray[Any] | None,
+        seed: int,
+        step: int,
+        machine_ranks: int,
+        out: NDArray[Any] | None,
+        /,
+    ) -> tuple[NDArray[Any], dict[str, float]]: ...
     def _broadcast(self, x: NDArray[Any], root: int, /) -> NDArray[Any]: ...
     def _exchange(
         self,
@@ -226,6 +241,8 @@ class Sharded:
         reduce_layer: bool = False,
         sequence_parallel: int = 0,
         prefetch: bool = False,
+        gather_step: bool = False,
+        machine_ranks: int = 1,
     ) -> None: ...
     def step(
         self,
@@ -241,6 +258,12 @@ class Sharded:
         skip_nonfinite: bool = False,
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] | None = None,
+        precision: str = "fp32",
+        hadamard: bool = False,
+        nearest: bool = False,
+        feedback: bool = False,
+        quantise_seed: int = 0,
+        statistics: bool = False,
     ) -> dict[str, Any]: ...
     def gradients(
         self,
@@ -272,6 +295,8 @@ class Sharded:
         /,
     ) -> float: ...
     def publish(self) -> None: ...
+    def note_step(self, precision: str, multiple: int, seconds: float, /) -> None: ...
+    def residual(self, make: bool, /) -> list[tuple[int, int, NDArray[np.float32]]]: ...
     def tensor_view(self, kind: int, index: int, /) -> NDArray[np.float32]: ...
     def runs(self, kind: int, /) -> list[tuple[int, int, NDArray[np.float32]]]: ...
     def tensors(self) -> list[tuple[str, tuple[int, ...], str, bool]]: ...
@@ -374,3 +399,115 @@ def placement_reduce(
     x: NDArray[np.float32],
     out: NDArray[np.float32] | None,
 ) -> tuple[NDArray[np.float32], tuple[int, int, int, int]]: ...
+
+class Controller:
+    def __init__(
+        self,
+        *,
+        policy: str = ...,
+        precisions: Sequence[str] = ...,
+        base: str = ...,
+        multiples: Sequence[int] = ...,
+        tokens_per_step: int = ...,
+        rank_count: int = ...,
+        lr_rule: str = "fixed",
+        hysteresis: float = 0.0,
+        bandwidth_mean: float = 0.0,
+        jump: float = 0.0,
+        jump_count: int = 0,
+        noise_mean: float = 0.0,
+        noise_steps: int = 0,
+        dwell_steps: int = 0,
+        error_limit: float = 0.0,
+        slope_limit: float = 4.0,
+    ) -> None: ...
+    def start(self) -> dict[str, Any]: ...
+    def decide(
+        self,
+        observation: Mapping[str, Any],
+        *,
+        reduce_bytes: Mapping[str, float] = ...,
+        codec_s: Mapping[str, float] = ...,
+        bucket_count: int = 1,
+        backward_share: float = 0.0,
+    ) -> dict[str, Any]: ...
+    def step(
+        self, sharded: Sharded, /
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]: ...
+    def state(self) -> bytes: ...
+    def load_state(self, state: bytes, /) -> None: ...
+
+def precision_bytes(precision: str, count: int, /) -> int: ...
+def emulate_link(
+    world: World,
+    *,
+    rate: float,
+    latency_s: float,
+    machine_ranks: int,
+    background: int,
+    dwell_s: float,
+    duty: float,
+    period_s: float,
+    seed: int,
+) -> None: ...
+def time_to_loss(
+    setup: dict[str, float],
+    control: dict[str, Any],
+    errors: dict[str, float],
+    *,
+    seed: int,
+    network_seed: int,
+    policy: str | None,
+    fixed: Mapping[str, Any] | None,
+    trace: bool,
+) -> tuple[float, int, float, int, dict[str, list[float]], list[Any] | None]: ...
+
+class Network:
+    def __init__(
+        self,
+        *,
+        hosts: int = 0,
+        rack_hosts: int = 0,
+        host_rate: float = 0.0,
+        oversubscription: float = 1.0,
+        latency_s: float = 0.0,
+        seed: int = 0,
+    ) -> None: ...
+    @property
+    def now(self) -> float: ...
+    @property
+    def present(self) -> int: ...
+    def add_background(
+        self,
+        hosts: Sequence[int],
+        *,
+        compute_s: float = 0.0,
+        bytes: float = 0.0,
+        collective: int = 0,
+        dwell_s: float = 0.0,
+    ) -> None: ...
+    def begin(self, start_s: float, flows: NDArray[np.float64], /) -> int: ...
+    def wait(self, transfer: int, /) -> float: ...
+    def run_until(self, time_s: float, /) -> None: ...
+    def collective(
+        self, kind: int, hosts: Sequence[int], bytes: float, phase: int, /
+    ) -> tuple[NDArray[np.float64], int]: ...
+    def copy(self) -> Network: ...
+
+def max_min_rates(
+    offsets: npt.ArrayLike, links: Sequence[int], capacity: NDArray[np.float64], /
+) -> NDArray[np.float64]: ...
+def quantise(
+    x: NDArray[np.float32],
+    precision: str,
+    seed: int,
+    stream: int,
+    first: int,
+    nearest: bool,
+    hadamard: bool,
+    residual: NDArray[np.float32] | None,
+) -> NDArray[np.uint8]: ...
+def dequantise(
+    codes: NDArray[np.uint8], count: int, precision: str, seed: int, hadamard: bool
+) -> NDArray[np.float32]: ...
+def sketch(x: NDArray[np.float32], seed: int, first: int) -> NDArray[np.float64]: ...

@@ -467,8 +467,8 @@ class BucketLoader(PlannedSteps[BucketStep]):
         self, epoch: int, position: int, index: int, multiple: int
     ) -> tuple[BucketStep, tuple[int, int, int]]:
         made, _ = self.sampler._made(epoch)
-        tokens = min(multiple * self.tokens_per_step, int(made.ends_tokens[-1]))
-        budget = made.ends_tokens[position] + tokens
+        most = min(multiple * self.tokens_per_step, int(made.ends_tokens[-1]))
+        budget = made.ends_tokens[position] + most
         last = int(np.searchsorted(made.ends_tokens, budget, side="right")) - 1
         place = (epoch, last, index + 1) if last < len(made.bucket) else (epoch + 1, 0, index + 1)
         first = int(made.starts[position])

@@ -83,6 +83,12 @@ class StepResult:
         True if nothing was changed: no trainable token, or not finite.
     gathered_bytes, reduced_bytes : int
         What this rank received of others: weights to gather layers, gradients to sum them.
+    reduce_count : int
+        Reductions of the step: 1, or with ``reduce="layer"`` one a micro-batch.
+    statistics_s : float
+        Seconds that measuring took this rank.
+    observation : dict or None
+        With ``statistics=True`` what a controller learns from: fields of ``dcp_observation_t``.
     """
 
     loss: float
@@ -92,6 +98,9 @@ class StepResult:
     skipped: bool
     gathered_bytes: int = 0
     reduced_bytes: int = 0
+    reduce_count: int = 1
+    statistics_s: float = 0.0
+    observation: dict[str, Any] | None = None
 
 
 class ShardedModel:
@@ -430,6 +439,12 @@ class ShardedModel:
         dropout_seed: int = 0,
         nonfinite: Literal["stop", "skip"] = "stop",
         groups: Sequence[tuple[int, int]] = (),
+        precision: str = "fp32",
+        hadamard: bool = False,
+        nearest: bool = False,
+        feedback: bool = True,
+        quantise_seed: int = 0,
+        statistics: bool = False,
     ) -> StepResult:
         """One optimizer step over this rank's micro-batches. Collective.
 
@@ -459,6 +474,20 @@ class ShardedModel:
         groups : sequence of (first rank, count)
             Every group of two or more ranks that any micro-batch of the step has, on any rank;
             the same on all ranks: `dcp.Plan.groups`.
+        precision : {"fp32", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"}
+            In how many bits gradients travel: each rank quantises what goes to every other once,
+            sums are taken in fp32. Needs ``reduce="step"``.
+        hadamard : bool
+            Rotate each block of 128 before it is quantised, which spreads outliers.
+        nearest : bool
+            Round to nearest instead of stochastically.
+        feedback : bool
+            Keep what the codes leave out (4 bytes a parameter on every rank, from the first such
+            step on) and add it to what is sent next; in fp32 all of it is sent.
+        quantise_seed : int
+            Of the random bits; with the step's number and the rank it decides them.
+        statistics : bool
+            Measure what a controller needs, in `StepResult.observation`. Needs ``reduce="step"``.
         """
         self._use(optimizer)
         result = self._core.step(
@@ -473,10 +502,41 @@ class ShardedModel:
             skip_nonfinite=nonfinite == "skip",
             dropout_seed=dropout_seed,
             groups=groups,
+            precision=precision,
+            hadamard=hadamard,
+            nearest=nearest,
+            feedback=feedback,
+            quantise_seed=quantise_seed,
+            statistics=statistics,
         )
         if not result["skipped"]:
             self._updates += 1
         return StepResult(**result)
+
+    @property
+    def core(self) -> Any:
+        """What functions and types of the C module take, such as ``dcp._dcp.Controller.step``."""
+        return self._core
+
+    def note_step(self, precision: str, multiple: int, seconds: float) -> None:
+        """Complete the observation of the latest step for a controller. Collective.
+
+        Parameters
+        ----------
+        precision, multiple
+            The arm that it ran with.
+        seconds : float
+            How long all of it took on this rank; the longest counts.
+        """
+        self._core.note_step(precision, multiple, seconds)
+
+    def residual(self, *, make: bool = False) -> list[Run]:
+        """What quantising left out so far on this rank, whole tensors, as writable views.
+
+        Empty before the first step with `feedback` in fewer bits than fp32; with `make`,
+        *collective*, there is one from now on, zero. Every rank has its own.
+        """
+        return self._runs(self._core.residual(make))
 
     def accumulate(
         self,
@@ -585,6 +645,8 @@ def fully_shard(
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
     prefetch: int = 0,
+    gather: Literal["layer", "step"] = "layer",
+    machine_ranks: int = 1,
 ) -> ShardedModel: ...
 
 
@@ -606,6 +668,8 @@ def fully_shard(
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto",
     compute_dtype: Literal["float32", "bfloat16"] | None = None,
     prefetch: int = 0,
+    gather: Literal["layer", "step"] = "layer",
+    machine_ranks: int = 1,
     **options: Any,
 ) -> ShardedModel | ShardedTensors:
     """Shard parameters, gradients and optimizer state over the ranks of a world. Collective.
@@ -671,6 +735,8 @@ def fully_shard(
             raise TypeError(
                 "fully_shard: 'prefetch' is a setting of models; tensors have the method `prefetch`"
             )
+        if gather != "layer" or machine_ranks != 1:
+            raise TypeError("fully_shard: 'gather' and 'machine_ranks' are settings of models")
         return ShardedTensors(
             model,
             world,
@@ -700,6 +766,8 @@ def fully_shard(
         reduce=reduce,
         sequence_parallel=sequence_parallel,
         prefetch=prefetch,
+        gather=gather,
+        machine_ranks=machine_ranks,
     )
     if source is not None:
         for run in sharded.shards()["weights"]:

@@ -26,7 +26,9 @@ from dcp import _dcp, planning
 from dcp._dcp import ArgumentError, InfeasibleError
 from dcp.cost import whole
 from dcp.distributions import DISTRIBUTIONS, PAPER, Distribution, distribution
+from dcp.network import network
 from dcp.planning import CostModel, Plan
+from dcp.time_to_loss import time_to_loss
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -41,9 +43,11 @@ __all__ = [
     "against_measured",
     "distribution",
     "every_strategy",
+    "network",
     "recompute_seconds",
     "sequences",
     "step",
+    "time_to_loss",
     "training",
 ]
 

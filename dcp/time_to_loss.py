@@ -2,18 +2,21 @@
 
 A job in front shares a network with jobs behind it that come and go. Its controller is the one that
 trains; steps take what the network simulator says; progress follows the steps formula with a noise
-scale that grows as the loss falls. Constants are ours and stated in `Setup`: the published work names
-its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
+scale that grows as the loss falls. Constants are ours and stated in `Setup`: the published work
+names its jobs (GPT-2 Large in front, GPT-1B behind) and not its rates.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dcp import _dcp
@@ -34,7 +37,7 @@ PUBLISHED_BAND = (1.13, 1.42)  # decoupled over joint, as ML-for-ML reports it
 _COLLECTIVES = ("ring", "alltoall", "two_level")
 
 # Relative squared errors of blocks of 128 with stochastic rounding, of values like Student's t with
-# 4 degrees of freedom, as gradients have them; bf16 to nearest. Measured by tests/unit/test_quantise.py.
+# 4 degrees of freedom, as gradients have them; bf16 to nearest.
 ERRORS = {
     "fp32": 0.0,
     "bf16": 2.7e-6,
@@ -75,7 +78,8 @@ class Setup:
     background_parameters, background_compute_s : float
         Of a job behind; its gradients are fp32.
     loss_start, loss_floor, loss_knee, loss_power : float
-        L(p) = floor + (start - floor) (1 + p / knee)^-power.
+        L(p) = floor + (start - floor) (1 + p / knee)^-power. The knee makes a run of the best
+        policy forty minutes: a hundred phases of 20 s, and several of 600 s.
     noise_scale, noise_power : float
         B_s(L) = noise_scale / L^(1 / noise_power) tokens (Kaplan et al., arXiv 2001.08361).
     target_loss : float
@@ -109,7 +113,7 @@ class Setup:
     background_compute_s: float = 0.3
     loss_start: float = 10.8
     loss_floor: float = 2.0
-    loss_knee: float = 26.0
+    loss_knee: float = 52.0
     loss_power: float = 0.6
     noise_scale: float = 2e8
     noise_power: float = 0.21
@@ -118,6 +122,19 @@ class Setup:
     micro_batches: float = 8.0
     noise_dimensions: float = 256.0
     step_limit: int = 0
+
+    def inputs(self) -> dict[str, Any]:
+        """What the controller knows of communication: bytes, codecs, overlap."""
+        hosts = max(1, self.hosts)  # fewer are refused by the core
+        count = int(self.parameter_count)
+        whole = {q: float(_dcp.precision_bytes(q, count)) for q in ERRORS}
+        codec = 4.0 * count / self.codec_bytes_per_s if self.codec_bytes_per_s > 0 else 0.0
+        return {
+            "reduce_bytes": {q: 2.0 * b * (hosts - 1) / hosts for q, b in whole.items()},
+            "codec_s": {q: 0.0 if q == "fp32" else codec for q in ERRORS},
+            "bucket_count": self.bucket_count,
+            "backward_share": self.backward_share,
+        }
 
     def core(self, congestion: int, dwell_s: float) -> dict[str, float]:
         """The numbers as the core takes them."""
@@ -168,6 +185,34 @@ class Result:
     changes: int
     arm: str
     trace: list[Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    settings: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    inputs: dict[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def plot(self) -> Any:
+        """Draw the decisions of a traced run, as `dcp.control_plot.draw_decisions` does.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Raises
+        ------
+        dcp.ArgumentError
+            The run has no trace, or no controller decided in it.
+        dcp.UnsupportedError
+            matplotlib is not installed.
+
+        Examples
+        --------
+        >>> from dcp.time_to_loss import time_to_loss
+        >>> len(time_to_loss(target=8.0, trace=True).plot().axes)
+        4
+        """
+        from dcp.control_plot import draw_decisions
+        from dcp.controller import DecisionLog
+
+        lines = [json.loads(line) for line in decision_log(self).splitlines()]
+        return draw_decisions(DecisionLog(Path("simulated"), lines[0]["settings"], None, lines))
 
 
 def _whole(name: str, value: int, least: int) -> int:
@@ -208,7 +253,11 @@ class _Case:
     ) -> None:
         self.base, self.congestion, self.dwell_s, self.seed = base, congestion, dwell_s, seed
         self.precisions, self.multiples = tuple(precisions), tuple(multiples)
+        for name, values in (("precisions", precisions), ("batch_multiples", multiples)):
+            if not values:
+                raise ArgumentError(f"{name} is empty: name at least one")
         self._numbers = setup.core(congestion, dwell_s)
+        self._inputs = setup.inputs()
         self._control = {
             "precisions": self.precisions,
             "base": base,
@@ -233,7 +282,11 @@ class _Case:
             trace=trace,
         )
         best = max(
-            ((share, q, a) for q in shares for a, share in zip(self.multiples, shares[q])),
+            (
+                (share, q, a)
+                for q in shares
+                for a, share in zip(self.multiples, shares[q], strict=True)
+            ),
             key=lambda item: item[0],
         )
         return Result(
@@ -248,6 +301,8 @@ class _Case:
             changes=changes,
             arm=f"{best[1]} x {best[2]}",
             trace=rows,
+            settings=None if simulated else self._control | {"policy": policy},
+            inputs=self._inputs,
         )
 
 
@@ -347,7 +402,8 @@ class Sweep:
         Examples
         --------
         >>> from dcp.time_to_loss import sweep
-        >>> done = sweep(["static"], congestion=[0], base=["fp32"], dwell_s=[100], seeds=2, target=6)
+        >>> cell = {"congestion": [0], "base": ["fp32"], "dwell_s": [100]}
+        >>> done = sweep(["static"], **cell, seeds=2, target=6)
         >>> list(done.mean())
         [('fp32', 0, 100.0, 'static')]
         """
@@ -371,6 +427,21 @@ class Sweep:
             if key[3] == policy and (*key[:3], to) in mean
         }
 
+    def plot(self) -> Any:
+        """Draw times over congestion, as `dcp.control_plot.draw_sweep` does.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+
+        Examples
+        --------
+        See `dcp.control_plot.draw_sweep`.
+        """
+        from dcp.control_plot import draw_sweep
+
+        return draw_sweep(self)
+
     def to_json(self) -> list[dict[str, Any]]:
         """Rows of plain data, with `ratio_to_oracle` of the same seed (None without an oracle)."""
         oracle = {
@@ -381,8 +452,9 @@ class Sweep:
         rows = []
         for r in self.results:
             best = oracle.get((r.base, r.congestion, r.dwell_s, r.seed))
-            row = dataclasses.asdict(dataclasses.replace(r, trace=None))
-            del row["trace"]
+            row = dataclasses.asdict(dataclasses.replace(r, trace=None, settings=None, inputs=None))
+            for name in ("trace", "settings", "inputs"):
+                del row[name]
             rows.append(row | {"ratio_to_oracle": r.time_to_target_s / best if best else None})
         return rows
 
@@ -426,17 +498,15 @@ def sweep(
     Examples
     --------
     >>> from dcp.time_to_loss import sweep
-    >>> done = sweep(["joint", "oracle"], congestion=[1], base=["bf16"], dwell_s=[100], seeds=1, target=4)
+    >>> cell = {"congestion": [1], "base": ["bf16"], "dwell_s": [100]}
+    >>> done = sweep(["joint", "oracle"], **cell, seeds=1, target=4)
     >>> 0.99 < done.ratio("joint", "oracle")["bf16", 1, 100.0] < 1.1
     True
     """
-    lists = {
-        "policies": list(policies),
-        "congestion": list(congestion),
-        "base": list(base),
-        "dwell_s": [float(d) for d in dwell_s],
-    }
-    for name, values in lists.items():
+    bases, counts, chosen = list(base), list(congestion), list(policies)
+    dwells = [float(d) for d in dwell_s]
+    named = (("policies", chosen), ("congestion", counts), ("base", bases), ("dwell_s", dwells))
+    for name, values in named:
         if not values:
             raise ArgumentError(f"{name} is empty: name at least one")
     seeds = _whole("seeds", seeds, 1)
@@ -456,24 +526,19 @@ def sweep(
         )
 
     def arm(b: str, c: int, d: float, seed: int, q: str, a: int) -> Callable[[], Result]:
-        chosen = setup if setup is not None else Setup()
+        what = setup if setup is not None else Setup()
         if target is not None:
-            chosen = dataclasses.replace(chosen, target_loss=float(target))
-        case = _Case(chosen, b, c, d, seed, grid_of(b, precisions), batch_multiples)
+            what = dataclasses.replace(what, target_loss=float(target))
+        case = _Case(what, b, c, d, seed, grid_of(b, precisions), batch_multiples)
         return lambda: case.run("fixed", fixed=(q, a))
 
-    for b in lists["base"]:
-        for c in lists["congestion"]:
-            for d in lists["dwell_s"]:
-                for policy in lists["policies"]:
-                    for seed in range(seeds):
-                        if policy != "best_fixed":
-                            jobs.append(((b, c, d, policy, seed), one(policy, b, c, d, seed)))
-                            continue
-                        for q in grid_of(b, precisions):
-                            for a in batch_multiples:
-                                fixed.setdefault((c, d, seed, q, a), arm(b, c, d, seed, q, a))
-    # the first run of each cell checks its arguments before anything is spread out
+    runs = list(itertools.product(bases, counts, dwells, chosen, range(seeds)))
+    for b, c, d, policy, seed in runs:
+        if policy != "best_fixed":
+            jobs.append(((b, c, d, policy, seed), one(policy, b, c, d, seed)))
+            continue
+        for q, a in itertools.product(grid_of(b, precisions), batch_multiples):
+            fixed.setdefault((c, d, seed, q, a), arm(b, c, d, seed, q, a))
     total, done = len(jobs) + len(fixed), 0
     found: dict[tuple[Any, ...], Result] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -489,19 +554,63 @@ def sweep(
                 future.cancel()
             raise
     results = []
-    for b in lists["base"]:
-        for c in lists["congestion"]:
-            for d in lists["dwell_s"]:
-                for policy in lists["policies"]:
-                    for seed in range(seeds):
-                        if policy != "best_fixed":
-                            results.append(found[b, c, d, policy, seed])
-                            continue
-                        arms = [
-                            found[c, d, seed, q, a]
-                            for q in grid_of(b, precisions)
-                            for a in batch_multiples
-                        ]
-                        best = min(arms, key=lambda run: run.time_to_target_s)
-                        results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
+    for b, c, d, policy, seed in runs:
+        if policy != "best_fixed":
+            results.append(found[b, c, d, policy, seed])
+            continue
+        arms = itertools.product(grid_of(b, precisions), batch_multiples)
+        best = min((found[c, d, seed, q, a] for q, a in arms), key=lambda r: r.time_to_target_s)
+        results.append(dataclasses.replace(best, base=b, policy="best_fixed"))
     return Sweep(results)
+
+
+def decision_log(run: Result, setup: Setup | None = None) -> str:
+    """The decisions of a traced run as lines of `metrics.jsonl`, which `DecisionLog` reads.
+
+    Parameters
+    ----------
+    run : Result
+        Of ``time_to_loss(..., trace=True)`` under a policy of the controller.
+    setup : Setup, optional
+        It ran with.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    dcp.ArgumentError
+        The run has no trace, or no controller decided in it.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from dcp.controller import DecisionLog
+    >>> from dcp.time_to_loss import decision_log, time_to_loss
+    >>> run = time_to_loss(congestion=1, target=8.0, trace=True)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "metrics.jsonl")
+    ...     _ = file.write_text(decision_log(run))
+    ...     log = DecisionLog.read(file)
+    >>> len(log.replay()) == len(log.rows()) == run.steps
+    True
+    """
+    if run.trace is None or run.settings is None:
+        raise ArgumentError("the run has no decisions: time_to_loss(policy, ..., trace=True)")
+    lines = []
+    for number, (seconds, loss, jobs, observation, decision) in enumerate(run.trace):
+        line = {
+            "kind": "control",
+            "step": observation["step"],
+            "seconds": seconds,
+            "true_loss": loss,
+            "jobs": jobs,
+            "observation": observation,
+            "decision": decision,
+            "inputs": run.inputs,
+        }
+        if number == 0:
+            line |= {"version": 1, "settings": run.settings}
+        lines.append(json.dumps(line))
+    return "\n".join(lines) + "\n"

@@ -33,6 +33,7 @@ __all__ = ["Replay", "Report", "StepRecord", "Trainer"]
 
 WARM_UP_STEPS = 2  # of the throughput figure: caches, page faults, first touches
 TARGET_EVAL_EVERY = 10  # of `eval_every` where a target is given and none is said
+RESIDUAL = "residual."  # kind of a checkpoint, and the rank whose it is
 _logger = logging.getLogger("dcp")
 
 
@@ -423,6 +424,10 @@ class Trainer:
                 data.micro_batches, scale=data.scale, groups=data.plan.groups
             )
             any_tokens = True
+        if getattr(self.model, "gather", "layer") == "step":
+            # what was gathered here would be free for the next step: then the distance of
+            # evaluations would decide what steps take, and a controller would see two kinds
+            self.model.weights_changed()
         loss = _finite(total) if any_tokens else None
         self._evaluated = self.step
         report.eval_loss = loss
@@ -463,7 +468,7 @@ class Trainer:
             state["costs"] = self.loader.costs_dict()
         content: dict[str, Any] = {
             "step": self.step,
-            "shards": self.model.shards(),
+            "shards": self.model.shards() | self._residual(),
             "shapes": self.model.shapes,
             "kind_shapes": self.model.kind_shapes(),
             "state": state,
@@ -481,6 +486,28 @@ class Trainer:
             seconds = time.perf_counter() - start
             self._saved_one(checkpoint.SaveTimes(self.step, seconds, 0.0, 0, size), metrics)
         self._saved = self.step
+
+    def _residual(self) -> dict[str, Any]:
+        """What quantising left out, each rank's own as a kind of its own; nothing before it did."""
+        runs = self.model.residual()
+        return {f"{RESIDUAL}{self.world.rank}": runs} if runs else {}
+
+    def _load_residual(self, path: Path, shown: dict[str, Any]) -> None:
+        """Take over the residuals of the ranks that were; in another world add them up.
+
+        So what was sent and what is still to be sent stay the sum of all gradients.
+        """
+        from dcp import checkpoint
+
+        saved = sorted(int(k.removeprefix(RESIDUAL)) for k in shown["kinds"] if _is_residual(k))
+        if not saved:
+            return
+        runs = self.model.residual(make=True)
+        for count, rank in enumerate(saved[self.world.rank :: self.world.size]):
+            parts = [run._replace(array=run.array.copy()) for run in runs]
+            checkpoint.load(path, shards={f"{RESIDUAL}{rank}": parts}, shapes=self.model.shapes)
+            for run, part in zip(runs, parts, strict=True):
+                run.array[:] = part.array if count == 0 else run.array + part.array
 
     def _saved_one(self, times: SaveTimes | None, metrics: Metrics) -> None:
         """A checkpoint is in its place."""
@@ -507,6 +534,7 @@ class Trainer:
             config=self.model.config,
             world=self.world,
         )
+        self._load_residual(path, shown)
         self.model.weights_changed()
         self.model.update_count = int(state["update_count"])
         self.loader.load_state_dict(state["loader"])
@@ -528,7 +556,9 @@ class Trainer:
             (kind, tensor["name"])
             for tensor in shown["tensors"]
             for kind in tensor["kinds"]
-            if kind != "weights" and tensor["name"] not in self.model.frozen
+            if kind != "weights"
+            and not _is_residual(kind)
+            and tensor["name"] not in self.model.frozen
         }
         need = {(kind, name) for kind, names in self.model.state_names().items() for name in names}
         if have == need:
@@ -547,7 +577,7 @@ class Trainer:
         states: dict[str, dict[str, Any]] = {}
         for tensor in shown["tensors"]:
             for kind in tensor["kinds"] if tensor["name"] in self.model.frozen else ():
-                if kind != "weights":
+                if kind != "weights" and not _is_residual(kind):
                     shape = tensor.get("kind_shapes", {}).get(kind, tensor["shape"])
                     states.setdefault(kind, {})[tensor["name"]] = shape
         if states:
@@ -563,6 +593,10 @@ class Trainer:
     def _emit(self, kind: str, values: dict[str, Any]) -> None:
         if self.on_event is not None:
             self.on_event({"kind": kind} | values)
+
+
+def _is_residual(kind: str) -> bool:
+    return kind.startswith(RESIDUAL)
 
 
 def _crossing(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dcp._dcp import ArgumentError, MismatchError
+from dcp.controller import LOG_VERSION
 
 __all__ = ["Steering"]
 
-LOG_VERSION = 1
 _logger = logging.getLogger("dcp")
 
 
@@ -107,9 +107,7 @@ class Steering:
         return dict(self.arm)
 
     def step_options(self) -> dict[str, Any]:
-        """What the next `ShardedModel.step` is told; nothing where gradients travel as ever."""
-        if self.controller is None and self.arm["precision"] == "fp32":
-            return {}
+        """What the next `ShardedModel.step` is told."""
         return {
             "precision": self.arm["precision"],
             "quantise_seed": self._seed,
@@ -136,12 +134,12 @@ class Steering:
             line = self._replayed(step, loss)
         else:
             self._model.note_step(self.arm["precision"], self.multiple, seconds)
-            observation, decision = self._core.step(self._model.core)
+            observation, decision, inputs = self._core.step(self._model.core)
             line = {
                 "step": step,
                 "observation": observation,
                 "decision": decision,
-                "inputs": self._model.control_inputs(),
+                "inputs": inputs,
             }
         self._use(line["decision"])
         return line

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dcp._dcp import FileError, MismatchError
-from dcp.trainer_control import LOG_VERSION
+from dcp.controller import LOG_VERSION
 
 __all__ = ["Metrics", "Replay", "Trace"]
 

@@ -81,7 +81,7 @@ class _Wire(NamedTuple):
         is_exact = self.precision in (None, "fp32")
         return is_exact and self.residual is None and self.machine_ranks == 1
 
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[str, bool, bool, Array | None, int, int, int]:
         """For the C module; numbers are checked."""
         limits = {"seed": 1 << 64, "step": 1 << 47, "machine_ranks": 1 << 31}
         numbers = []
@@ -93,8 +93,9 @@ class _Wire(NamedTuple):
         precision = "fp32" if self.precision is None else self.precision
         if not isinstance(precision, str):
             raise ArgumentError(f"precision={precision!r} must be a name such as 'int8', or None")
-        head = (precision, bool(self.hadamard), bool(self.nearest), self.residual)
-        return (*head, *numbers)
+        seed, step, ranks = numbers
+        ways = bool(self.hadamard), bool(self.nearest)
+        return precision, *ways, self.residual, seed, step, ranks
 
 
 class World(_dcp.World):

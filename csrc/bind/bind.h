@@ -109,6 +109,7 @@ int bind_window_register(PyObject *module); /* called by bind_world_register */
 int bind_gemm_register(PyObject *module);
 int bind_kernels_register(PyObject *module);
 int bind_ops_register(PyObject *module);
+int bind_quantise_register(PyObject *module);
 int bind_model_register(PyObject *module);
 int bind_layout_register(PyObject *module);
 int bind_plan_register(PyObject *module);
@@ -121,5 +122,6 @@ int bind_placement_register(PyObject *module);
 int bind_link_register(PyObject *module);
 int bind_control_register(PyObject *module);
 int bind_time_to_loss_register(PyObject *module);
+int bind_network_register(PyObject *module);
 
 #endif

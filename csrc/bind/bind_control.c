@@ -179,7 +179,9 @@ get_fields(PyObject *mapping, void *base, const number_field_t *fields, size_t c
     for (size_t i = 0; i < count; i++) {
         double value;
         char *at = (char *)base + fields[i].offset;
-        if (get_double(mapping, fields[i].name, &value) < 0) {
+        if (!PyMapping_HasKeyString(mapping, fields[i].name)) {
+            value = fields[i].kind == 'd' ? NAN : 0; /* was not measured */
+        } else if (get_double(mapping, fields[i].name, &value) < 0) {
             return -1;
         }
         if (fields[i].kind == 'd') {
@@ -222,6 +224,12 @@ bind_arm(PyObject *mapping, dcp_arm_t *arm_p)
 static int
 get_errors(PyObject *mapping, const char *name, double *errors)
 {
+    if (!PyMapping_HasKeyString(mapping, name)) {
+        for (int32_t i = 0; i < DCP_PRECISION_COUNT; i++) {
+            errors[i] = NAN;
+        }
+        return 0;
+    }
     PyObject *dict = PyMapping_GetItemString(mapping, name);
     if (dict == NULL) {
         return -1;
@@ -304,16 +312,21 @@ bind_control_options(PyObject *args, PyObject *keywords, bind_control_arrays_t *
         "rank_count",  "lr_rule",    "hysteresis",  "bandwidth_mean", "jump",
         "jump_count",  "noise_mean", "noise_steps", "dwell_steps",    "error_limit",
         "slope_limit", NULL};
-    const char *policy, *base, *lr_rule = "fixed";
-    PyObject *precisions, *multiples;
-    long long tokens_per_step;
-    int rank_count, jump_count = 0, noise_steps = 0, dwell_steps = 0;
+    const char *policy = NULL, *base = NULL, *lr_rule = "fixed";
+    PyObject *precisions = NULL, *multiples = NULL;
+    long long tokens_per_step = 0;
+    int rank_count = 0, jump_count = 0, noise_steps = 0, dwell_steps = 0;
     *options = (dcp_control_options_t){.slope_limit = 4};
     if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "sOsOLi|$sdddidiidd", names, &policy, &precisions, &base,
+            args, keywords, "|$sOsOLisdddidiidd", names, &policy, &precisions, &base,
             &multiples, &tokens_per_step, &rank_count, &lr_rule, &options->hysteresis,
             &options->bandwidth_mean, &options->jump, &jump_count, &options->noise_mean,
             &noise_steps, &dwell_steps, &options->error_limit, &options->slope_limit)) {
+        return -1;
+    }
+    if (policy == NULL || precisions == NULL || base == NULL || multiples == NULL) {
+        bind_raise(DCP_FAIL(DCP_ERR_ARG,
+                            "policy, precisions, base and multiples must be given"));
         return -1;
     }
     int place = place_of("policy", policy, policies, COUNT(policies));
@@ -405,7 +418,17 @@ controller_start(PyObject *object, PyObject *unused)
 /* The world's estimates as arrays. */
 typedef struct estimates {
     double reduce_bytes[DCP_PRECISION_COUNT], codec_s[DCP_PRECISION_COUNT];
+    double backward_share;
+    int bucket_count;
 } estimates_t;
+
+static double
+estimate_exposed(void *context, double comm_s, double compute_s)
+{
+    const estimates_t *estimates = context;
+    return dcp_exposed_s(comm_s, estimates->backward_share * compute_s,
+                         estimates->bucket_count);
+}
 
 static double
 estimate_bytes(void *context, dcp_precision_t precision)
@@ -437,22 +460,31 @@ get_estimates(PyObject *mapping, double *values)
 static PyObject *
 controller_decide(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"observation", "reduce_bytes", "codec_s", NULL};
+    static char *names[] = {"observation",  "reduce_bytes",   "codec_s",
+                            "bucket_count", "backward_share", NULL};
     dcp_controller_t *controller = controller_of(object);
-    PyObject *mapping, *bytes, *codec;
+    PyObject *mapping, *bytes = NULL, *codec = NULL;
     dcp_observation_t observation;
-    estimates_t estimates;
+    estimates_t estimates = {.bucket_count = 1};
     if (controller == NULL
-        || !PyArg_ParseTupleAndKeywords(args, keywords, "O$OO", names, &mapping, &bytes,
-                                        &codec)
-        || get_observation(mapping, &observation) < 0
+        || !PyArg_ParseTupleAndKeywords(args, keywords, "O|$OOid", names, &mapping,
+                                        &bytes, &codec, &estimates.bucket_count,
+                                        &estimates.backward_share)) {
+        return NULL;
+    }
+    if (bytes == NULL || codec == NULL) {
+        return bind_raise(
+            DCP_FAIL(DCP_ERR_ARG, "reduce_bytes and codec_s must be given"));
+    }
+    if (get_observation(mapping, &observation) < 0
         || get_estimates(bytes, estimates.reduce_bytes) < 0
         || get_estimates(codec, estimates.codec_s) < 0) {
         return NULL;
     }
     const dcp_control_world_t world = {.context = &estimates,
                                        .reduce_bytes = estimate_bytes,
-                                       .codec_s = estimate_codec};
+                                       .codec_s = estimate_codec,
+                                       .exposed_s = estimate_exposed};
     dcp_decision_t decision;
     dcp_status_t status =
         dcp_controller_decide(controller, &world, &observation, &decision);
@@ -499,8 +531,13 @@ static PyMethodDef controller_methods[] = {
     {"start", controller_start, METH_NOARGS, "start()\n--\n\nThe decision of step 0."},
     {"decide", (PyCFunction)(void (*)(void))controller_decide,
      METH_VARARGS | METH_KEYWORDS,
-     "decide(observation, *, reduce_bytes, codec_s)\n--\n\nLearns from an observation "
+     "decide(observation, *, reduce_bytes, codec_s, bucket_count=1, "
+     "backward_share=0.0)\n--\n\nLearns from an observation "
      "and decides about the next step."},
+    {"step", bind_control_step, METH_O,
+     "step(sharded)\n--\n\nCollective. Observes what the model's latest step showed, "
+     "decides, and makes rank 0's decision everybody's: (observation, decision, "
+     "inputs)."},
     {"state", controller_state, METH_NOARGS,
      "state()\n--\n\nThe whole state, as bytes."},
     {"load_state", controller_load_state, METH_O,
@@ -524,8 +561,34 @@ static PyType_Spec controller_spec = {
     .slots = controller_slots,
 };
 
+PyDoc_STRVAR(precision_bytes_doc,
+             "precision_bytes(precision, count)\n--\n\nBytes of a message of so many "
+             "elements.");
+
+static PyObject *
+module_precision_bytes(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    long long count;
+    dcp_precision_t precision;
+    if (!PyArg_ParseTuple(args, "sL", &name, &count)) {
+        return NULL;
+    }
+    dcp_status_t status = dcp_precision_parse(name, &precision);
+    return status == DCP_OK ? PyLong_FromLongLong(dcp_precision_bytes(precision, count))
+                            : bind_raise(status);
+}
+
+static PyMethodDef functions[] = {
+    {"precision_bytes", module_precision_bytes, METH_VARARGS, precision_bytes_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 int
 bind_control_register(PyObject *module)
 {
-    return bind_type_add(module, &controller_spec, NULL);
+    return bind_type_add(module, &controller_spec, NULL) < 0
+               ? -1
+               : PyModule_AddFunctions(module, functions);
 }

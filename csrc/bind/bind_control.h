@@ -21,6 +21,9 @@ int bind_precisions(PyObject *names, dcp_precision_t *precisions, int32_t *count
 /* Keywords of dcp._dcp.Controller. */
 int bind_control_options(PyObject *args, PyObject *keywords,
                          bind_control_arrays_t *arrays, dcp_control_options_t *options);
+/* bind_step.c: observes what a model's latest step showed, decides, and makes rank 0's
+ * decision everybody's: (observation, decision, inputs). Collective. */
+PyObject *bind_control_step(PyObject *controller, PyObject *sharded);
 /* The controller of an object, borrowed. */
 dcp_controller_t *bind_controller(PyObject *object);
 

@@ -205,6 +205,37 @@ static const field_t row_squares_fields[] = {
     END,
 };
 
+static const field_t quantise_fields[] = {
+    FIELD(quantise, count, INT64),
+    ARRAY(quantise, x, FLOAT32),
+    ARRAY(quantise, residual, FLOAT32),
+    ARRAY(quantise, codes, UINT8),
+    FIELD(quantise, precision, INT32),
+    FIELD(quantise, hadamard, INT32),
+    FIELD(quantise, nearest, INT32),
+    FIELD(quantise, seed, UINT64),
+    FIELD(quantise, stream, UINT64),
+    FIELD(quantise, first, INT64),
+    ARRAY(quantise, weights, FLOAT32),
+    ARRAY(quantise, squares, FLOAT64),
+    END,
+};
+static const field_t dequantise_fields[] = {
+    FIELD(dequantise, count, INT64),      ARRAY(dequantise, codes, UINT8),
+    FIELD(dequantise, precision, INT32),  FIELD(dequantise, hadamard, INT32),
+    FIELD(dequantise, accumulate, INT32), FIELD(dequantise, seed, UINT64),
+    ARRAY(dequantise, out, FLOAT32),      END,
+};
+static const field_t sketch_fields[] = {
+    FIELD(sketch, count, INT64),
+    ARRAY(sketch, x, FLOAT32),
+    ARRAY(sketch, weights, FLOAT32),
+    FIELD(sketch, seed, UINT64),
+    FIELD(sketch, first, INT64),
+    ARRAY(sketch, sums, FLOAT64),
+    END,
+};
+
 #define ROWWISE_OP_MAP(X) \
     X(norm)               \
     X(norm_backward)      \
@@ -223,7 +254,10 @@ static const field_t row_squares_fields[] = {
     X(zero)               \
     X(adamw)              \
     X(adamw8bit)          \
-    X(row_squares)
+    X(row_squares)        \
+    X(quantise)           \
+    X(dequantise)         \
+    X(sketch)
 
 #define X(op)                                                         \
     _Static_assert(sizeof(dcp_##op##_args_t) <= MAX_ARGS_BYTES, #op); \

@@ -1,6 +1,7 @@
 /* dcp._dcp.Sharded: a sharded model and its steps. Arrays over its memory count as
  * views until they die, and it cannot be closed before. */
 #include "bind_batch.h"
+#include "bind_control.h"
 #include "bind_optimizer.h"
 #include "bind_view.h"
 
@@ -15,6 +16,8 @@ typedef struct sharded_object {
     int32_t views;                        /* arrays that look into the buffers */
     int32_t state_views;                  /* and into the optimizer's state */
 } sharded_object_t;
+
+static PyTypeObject *sharded_type;
 
 static dcp_sharded_t *
 checked(sharded_object_t *self)
@@ -202,21 +205,36 @@ typedef enum step_part {
 static PyObject *
 run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, step_part_t part)
 {
-    static char *names[] = {"micro_batches",   "scale",        "step",   "update_count",
-                            "trainable_count", "plan_hash",    "clip",   "lr",
-                            "skip_nonfinite",  "dropout_seed", "groups", NULL};
+    static char *names[] = {
+        "micro_batches", "scale",      "step",     "update_count",   "trainable_count",
+        "plan_hash",     "clip",       "lr",       "skip_nonfinite", "dropout_seed",
+        "groups",        "precision",  "hadamard", "nearest",        "feedback",
+        "quantise_seed", "statistics", NULL};
     PyObject *micro_batches, *groups = Py_None;
+    const char *precision = "fp32";
+    unsigned long long quantise_seed = 0;
+    int hadamard = 0, nearest = 0, feedback = 0, statistics = 0;
     double scale = 0;
     dcp_step_args_t step = {0};
     long long number = 0, update_count = 0, trainable = 0;
     unsigned long long plan_hash = 0, dropout_seed = 0;
     int skip = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$dLLLKddpKO", names,
-                                     &micro_batches, &scale, &number, &update_count,
-                                     &trainable, &plan_hash, &step.clip, &step.lr,
-                                     &skip, &dropout_seed, &groups)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O|$dLLLKddpKOspppKp", names, &micro_batches, &scale, &number,
+            &update_count, &trainable, &plan_hash, &step.clip, &step.lr, &skip,
+            &dropout_seed, &groups, &precision, &hadamard, &nearest, &feedback,
+            &quantise_seed, &statistics)) {
         return NULL;
     }
+    dcp_status_t parsed = dcp_precision_parse(precision, &step.precision);
+    if (parsed != DCP_OK) {
+        return bind_raise(parsed);
+    }
+    step.hadamard = hadamard;
+    step.nearest = nearest;
+    step.feedback = feedback;
+    step.quantise_seed = quantise_seed;
+    step.statistics = statistics;
     dcp_sharded_t *sharded = checked(self);
     bind_batches_t list;
     if (sharded == NULL
@@ -257,12 +275,19 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, step_part_t p
     if (status != DCP_OK) {
         bind_raise(status);
     } else if (part == PART_ALL) {
-        out = Py_BuildValue(
-            "{s:d,s:d,s:d,s:O,s:L,s:L,s:N}", "loss", result.loss, "grad_norm",
-            result.grad_norm, "seconds", (double)result.wall_ns * 1e-9, "skipped",
-            result.skipped ? Py_True : Py_False, "gathered_bytes",
-            (long long)result.gathered_bytes, "reduced_bytes",
-            (long long)result.reduced_bytes, "busy_s", busy_list(busy_ns, ranks));
+        PyObject *observation =
+            statistics ? bind_observation(&result.observation) : Py_NewRef(Py_None);
+        out = observation == NULL
+                  ? NULL
+                  : Py_BuildValue("{s:d,s:d,s:d,s:O,s:L,s:L,s:L,s:d,s:N,s:N}", "loss",
+                                  result.loss, "grad_norm", result.grad_norm, "seconds",
+                                  (double)result.wall_ns * 1e-9, "skipped",
+                                  result.skipped ? Py_True : Py_False, "gathered_bytes",
+                                  (long long)result.gathered_bytes, "reduced_bytes",
+                                  (long long)result.reduced_bytes, "reduce_count",
+                                  (long long)result.reduce_count, "statistics_s",
+                                  (double)result.statistics_ns * 1e-9, "observation",
+                                  observation, "busy_s", busy_list(busy_ns, ranks));
     } else {
         out = PyFloat_FromDouble(result.loss);
     }
@@ -273,9 +298,10 @@ run_step(sharded_object_t *self, PyObject *args, PyObject *kwargs, step_part_t p
 PyDoc_STRVAR(
     sharded_step_doc,
     "step(micro_batches, *, scale, step, update_count, trainable_count, "
-    "plan_hash, clip, lr, skip_nonfinite, dropout_seed)\n--\n\nOne optimizer step. "
+    "plan_hash, clip, lr, skip_nonfinite, dropout_seed, precision, hadamard, nearest, "
+    "feedback, quantise_seed, statistics)\n--\n\nOne optimizer step. "
     "Collective. Returns a dict: loss, grad_norm, seconds, skipped, "
-    "gathered_bytes, reduced_bytes, busy_s.");
+    "gathered_bytes, reduced_bytes, reduce_count, statistics_s, observation, busy_s.");
 
 static PyObject *
 sharded_step(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -336,6 +362,174 @@ sharded_evaluate(PyObject *object, PyObject *args)
     BIND_NOGIL(status, dcp_sharded_evaluate(sharded, &step, &loss));
     bind_batches_fini(&list);
     return status == DCP_OK ? PyFloat_FromDouble(loss) : bind_raise(status);
+}
+
+PyDoc_STRVAR(
+    sharded_note_step_doc,
+    "note_step(precision, multiple, seconds)\n--\n\nWhat an observation of the "
+    "latest step still lacks: its arm, and how long all of it took. "
+    "Collective.");
+
+static PyObject *
+sharded_note_step(PyObject *object, PyObject *args)
+{
+    const char *precision;
+    int multiple;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "sid", &precision, &multiple, &seconds)) {
+        return NULL;
+    }
+    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    dcp_arm_t arm = {.multiple = multiple};
+    dcp_status_t status = dcp_precision_parse(precision, &arm.precision);
+    if (status == DCP_OK) {
+        BIND_NOGIL(status, dcp_sharded_note_step(sharded, arm, seconds));
+    }
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+/* {name: seconds or bytes} of every precision. */
+static PyObject *
+world_estimates(const dcp_control_world_t *world,
+                double (*estimate)(void *context, dcp_precision_t precision))
+{
+    PyObject *dict = PyDict_New();
+    for (int q = 0; dict != NULL && q < DCP_PRECISION_COUNT; q++) {
+        PyObject *value =
+            PyFloat_FromDouble(estimate(world->context, (dcp_precision_t)q));
+        if (value == NULL
+            || PyDict_SetItemString(dict, dcp_precision_name((dcp_precision_t)q), value)
+                   < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+/* Runs dcp_controller_step, and keeps what was observed. */
+typedef struct watched_world {
+    dcp_control_world_t inner;
+    dcp_observation_t observation;
+} watched_world_t;
+
+static dcp_status_t
+watched_observe(void *context, dcp_observation_t *observation_p)
+{
+    watched_world_t *watched = context;
+    DCP_TRY(watched->inner.observe(watched->inner.context, &watched->observation));
+    *observation_p = watched->observation;
+    return DCP_OK;
+}
+
+static dcp_status_t
+watched_apply(void *context, dcp_decision_t *decision_p)
+{
+    watched_world_t *watched = context;
+    return watched->inner.apply(watched->inner.context, decision_p);
+}
+
+static double
+watched_reduce_bytes(void *context, dcp_precision_t precision)
+{
+    watched_world_t *watched = context;
+    return watched->inner.reduce_bytes(watched->inner.context, precision);
+}
+
+static double
+watched_codec_s(void *context, dcp_precision_t precision)
+{
+    watched_world_t *watched = context;
+    return watched->inner.codec_s(watched->inner.context, precision);
+}
+
+PyObject *
+bind_control_step(PyObject *controller_object, PyObject *object)
+{
+    dcp_controller_t *controller = bind_controller(controller_object);
+    if (controller == NULL) {
+        return NULL;
+    }
+    if (sharded_type == NULL || !PyObject_TypeCheck(object, sharded_type)) {
+        return bind_raise(DCP_FAIL(DCP_ERR_TYPE,
+                                   "sharded must be a dcp._dcp.Sharded, got %.100s",
+                                   Py_TYPE(object)->tp_name));
+    }
+    dcp_sharded_t *sharded = checked((sharded_object_t *)object);
+    if (sharded == NULL) {
+        return NULL;
+    }
+    watched_world_t watched;
+    dcp_decision_t decision;
+    dcp_status_t status = dcp_sharded_control_world(sharded, &watched.inner);
+    dcp_control_world_t world = {.context = &watched,
+                                 .observe = watched_observe,
+                                 .apply = watched_apply,
+                                 .reduce_bytes = watched_reduce_bytes,
+                                 .codec_s = watched_codec_s};
+    if (status == DCP_OK) {
+        BIND_NOGIL(status, dcp_controller_step(controller, &world, &decision));
+    }
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    PyObject *seen = bind_observation(&watched.observation);
+    PyObject *decided = bind_decision(&decision);
+    PyObject *bytes = world_estimates(&watched.inner, watched.inner.reduce_bytes);
+    PyObject *codec = world_estimates(&watched.inner, watched.inner.codec_s);
+    PyObject *out = NULL;
+    if (seen != NULL && decided != NULL && bytes != NULL && codec != NULL) {
+        out = Py_BuildValue("(OO{s:O,s:O})", seen, decided, "reduce_bytes", bytes,
+                            "codec_s", codec);
+    }
+    Py_XDECREF(seen);
+    Py_XDECREF(decided);
+    Py_XDECREF(bytes);
+    Py_XDECREF(codec);
+    return out;
+}
+
+PyDoc_STRVAR(sharded_residual_doc,
+             "residual(make)\n--\n\nWhat quantising left out, this rank's own whole "
+             "tensors: a list of (tensor, 0, writable array); empty where there is "
+             "none. With make there is, collective.");
+
+static PyObject *
+sharded_residual(PyObject *object, PyObject *argument)
+{
+    sharded_object_t *self = (sharded_object_t *)object;
+    dcp_sharded_t *sharded = checked(self);
+    int make = PyObject_IsTrue(argument);
+    if (sharded == NULL || make < 0) {
+        return NULL;
+    }
+    dcp_status_t status = DCP_OK;
+    if (make) {
+        BIND_NOGIL(status, dcp_sharded_need_residual(sharded));
+    }
+    if (status != DCP_OK) {
+        return bind_raise(status);
+    }
+    const dcp_dbuffer_t *residual = dcp_sharded_residual(sharded);
+    int64_t count = residual != NULL ? dcp_sharded_tensor_count(sharded) : 0;
+    PyObject *list = PyList_New(count);
+    for (int64_t i = 0; list != NULL && i < count; i++) {
+        const dcp_model_tensor_t *tensor = dcp_sharded_tensor(sharded, i);
+        int64_t width = tensor->dim_count == 2 ? tensor->shape[1] : 1;
+        PyObject *view =
+            bind_run_view(object, &self->views, dcp_dbuffer_tensor_data(residual, i),
+                          NPY_FLOAT32, tensor->shape[0] * width);
+        if (bind_run_set(list, i, i, 0, view) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
 }
 
 PyDoc_STRVAR(sharded_publish_doc, "publish()\n--\n\nMakes weights that were written "
@@ -557,6 +751,8 @@ static PyMethodDef sharded_methods[] = {
      METH_VARARGS | METH_KEYWORDS, sharded_accumulate_doc},
     {"evaluate", sharded_evaluate, METH_VARARGS, sharded_evaluate_doc},
     {"publish", sharded_publish, METH_NOARGS, sharded_publish_doc},
+    {"note_step", sharded_note_step, METH_VARARGS, sharded_note_step_doc},
+    {"residual", sharded_residual, METH_O, sharded_residual_doc},
     {"tensor_view", sharded_tensor_view, METH_VARARGS, sharded_tensor_view_doc},
     {"runs", sharded_runs, METH_O, sharded_runs_doc},
     {"set_optimizer", sharded_set_optimizer, METH_VARARGS, sharded_set_optimizer_doc},
@@ -585,5 +781,5 @@ bind_step_register(PyObject *module)
 {
     return bind_optimizer_register(module) < 0
                ? -1
-               : bind_type_add(module, &sharded_spec, NULL);
+               : bind_type_add(module, &sharded_spec, &sharded_type);
 }

@@ -624,7 +624,8 @@ static PyMethodDef world_methods[] = {
 static PyGetSetDef world_getters[] = {
     {"rank", world_rank, NULL, "Number of this rank, 0 <= rank < size.", NULL},
     {"size", world_size, NULL, "Number of ranks.", NULL},
-    {"transport", world_transport, NULL, "How bytes travel: 'self', 'shm' or 'emulated'.", NULL},
+    {"transport", world_transport, NULL,
+     "How bytes travel: 'self', 'shm' or 'emulated'.", NULL},
     {"closed", world_closed, NULL, "True after close().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -455,12 +455,13 @@ module_exec(PyObject *module)
     }
     if (bind_world_register(module) < 0 || bind_gemm_register(module) < 0
         || bind_kernels_register(module) < 0 || bind_ops_register(module) < 0
-        || bind_model_register(module) < 0 || bind_layout_register(module) < 0
-        || bind_plan_register(module) < 0 || bind_sim_register(module) < 0
-        || bind_step_register(module) < 0 || bind_placement_register(module) < 0
-        || bind_dbuffer_register(module) < 0 || bind_link_register(module) < 0
-        || bind_control_register(module) < 0
-        || bind_time_to_loss_register(module) < 0) {
+        || bind_quantise_register(module) < 0 || bind_model_register(module) < 0
+        || bind_layout_register(module) < 0 || bind_plan_register(module) < 0
+        || bind_sim_register(module) < 0 || bind_step_register(module) < 0
+        || bind_placement_register(module) < 0 || bind_dbuffer_register(module) < 0
+        || bind_link_register(module) < 0 || bind_control_register(module) < 0
+        || bind_time_to_loss_register(module) < 0
+        || bind_network_register(module) < 0) {
         return -1;
     }
     return 0;

@@ -41,6 +41,9 @@ typedef struct control_state {
     int64_t alarms;      /* in a row that bandwidth does not explain */
     double correction[DCP_PRECISION_COUNT][DCP_CONTROL_MULTIPLES]; /* log, of arms */
 
+    double promised[2]; /* shares of J, of steps in a row: by both or precisions; by
+                           multiples */
+
     control_line_t line;
     double line_tokens;                  /* since the change */
     int64_t vetoed[DCP_PRECISION_COUNT]; /* steps that a precision is left for */
@@ -95,8 +98,7 @@ double control_objective(const dcp_controller_t *controller,
                          int32_t multiple);
 /* The arm that the policy wants now, hysteresis included: places; *best_p: least J of
  * what it may choose. */
-void control_choose(const dcp_controller_t *controller,
-                    const dcp_control_world_t *world, int32_t *precision_p,
-                    int32_t *multiple_p, double *best_p);
+void control_choose(dcp_controller_t *controller, const dcp_control_world_t *world,
+                    int32_t *precision_p, int32_t *multiple_p, double *best_p);
 
 #endif

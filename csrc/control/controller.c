@@ -269,7 +269,7 @@ check_observation(const dcp_controller_t *controller, const dcp_observation_t *o
                         (int)o->arm.multiple, dcp_precision_name(arm.precision),
                         (int)arm.multiple);
     }
-    if (!o->skipped && (!(o->step_s >= 0) || !(o->compute_s >= 0) || o->tokens < 0)) {
+    if (!o->skipped && (o->step_s < 0 || o->compute_s < 0 || o->tokens < 0)) {
         return DCP_FAIL(
             DCP_ERR_ARG,
             "observation of step %lld: step_s = %g, compute_s = %g, tokens = "

@@ -4,14 +4,29 @@
  *   T(q, A) = A t_c + exposed(gather + reduce(q) + codec(q)) + rest
  *
  * The grid is small, so all of it is priced at every step. An arm is left only for one
- * that promises a J less by the hysteresis, which costs at most that share and keeps
- * noise in the measurements from moving the arm. A policy that tunes a knob alone
+ * that promises a J less by the hysteresis, which keeps noise in the measurements from
+ * moving the arm; or for one that promises less than that for so many steps in a row
+ * that it adds up, since what lasts is no noise. A policy that tunes a knob alone
  * prices it with the other where that policy believes it to be: neither half of
  * `decoupled` sees what the other does. */
 #include "control_private.h"
 
 #include <math.h>
 #include <stddef.h>
+
+/* Hystereses that small promises may add up to, step by step, before they count. */
+static const double PATIENCE = 6.0;
+
+double
+dcp_exposed_s(double comm_s, double backward_s, int32_t bucket_count)
+{
+    if (bucket_count <= 1) {
+        return comm_s;
+    }
+    double n = bucket_count, last_s = comm_s / n;
+    double rest_s = comm_s - (1.0 - 1.0 / n) * backward_s;
+    return rest_s > last_s ? rest_s : last_s;
+}
 
 double
 control_noise_tokens(const dcp_controller_t *controller)
@@ -92,10 +107,11 @@ typedef struct search {
     int32_t all_precisions, all_multiples; /* 1: any; 0: the present one only */
 } search_t;
 
-/* The best of it, or the present one where that is as good but for the hysteresis. */
+/* The best of it, or the present one where that is as good but for the hysteresis.
+ * *promised_p: what was promised since the present one was last the best. */
 static search_t
 argmin(const dcp_controller_t *controller, const dcp_control_world_t *world,
-       search_t search, double *best_p)
+       search_t search, double *promised_p, double *best_p)
 {
     const dcp_control_options_t *options = &controller->options;
     search_t best = search;
@@ -118,16 +134,20 @@ argmin(const dcp_controller_t *controller, const dcp_control_world_t *world,
     *best_p = least;
     double present =
         control_objective(controller, world, search.precision, search.multiple);
+    double promise = 1.0 - least / present;
+    *promised_p = promise > 0 ? *promised_p + promise : 0.0;
     int32_t stay = control_allowed(controller, search.precision)
-                   && !(least < present * (1.0 - options->hysteresis));
+                   && !(promise > options->hysteresis)
+                   && !(*promised_p > PATIENCE * options->hysteresis);
+    *promised_p = stay ? *promised_p : 0.0;
     return stay ? search : best;
 }
 
 void
-control_choose(const dcp_controller_t *controller, const dcp_control_world_t *world,
+control_choose(dcp_controller_t *controller, const dcp_control_world_t *world,
                int32_t *precision_p, int32_t *multiple_p, double *best_p)
 {
-    const control_state_t *state = &controller->state;
+    control_state_t *state = &controller->state;
     const dcp_control_options_t *options = &controller->options;
     int32_t q = (int32_t)state->precision, a = (int32_t)state->multiple;
     int32_t noise_known = state->noise_count >= options->noise_steps;
@@ -140,18 +160,20 @@ control_choose(const dcp_controller_t *controller, const dcp_control_world_t *wo
         return;
     }
     if (policy == DCP_POLICY_JOINT) {
-        search_t found =
-            argmin(controller, world, (search_t){q, a, 1, noise_known}, best_p);
+        search_t found = argmin(controller, world, (search_t){q, a, 1, noise_known},
+                                &state->promised[0], best_p);
         *precision_p = found.precision;
         *multiple_p = found.multiple;
         return;
     }
     if (policy != DCP_POLICY_ACCUMULATION) {
-        *precision_p =
-            argmin(controller, world, (search_t){q, 0, 1, 0}, best_p).precision;
+        *precision_p = argmin(controller, world, (search_t){q, 0, 1, 0},
+                              &state->promised[0], best_p)
+                           .precision;
     }
     if (policy != DCP_POLICY_PRECISION) {
         search_t search = {controller->base, a, 0, noise_known};
-        *multiple_p = argmin(controller, world, search, best_p).multiple;
+        *multiple_p =
+            argmin(controller, world, search, &state->promised[1], best_p).multiple;
     }
 }

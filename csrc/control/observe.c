@@ -2,8 +2,10 @@
  *
  * Times are per token, since steps of one budget differ in tokens. Bandwidth is that of
  * all that moved in the step. Noise numbers take the optimizer's own norm where it has
- * one: Adam divides by its second moment, so noise counts there. What is NaN was not
- * measured and changes nothing. */
+ * one: Adam divides by its second moment, so noise counts there. They are averaged as
+ * shares of the step's own |g|^2: gradients shrink tenfold in the first steps of a run,
+ * which would else outweigh all later ones. What is NaN was not measured and changes
+ * nothing. */
 #include "control_private.h"
 
 #include <math.h>
@@ -28,9 +30,12 @@ learn_noise(dcp_controller_t *controller, const dcp_observation_t *o)
                            adam ? o->adam_micro_squares : o->micro_squares,
                            adam ? o->adam_mean_squares : o->mean_squares,
                            adam ? o->adam_reduce_error : o->reduce_error);
-    if (isfinite(noise.trace) && isfinite(noise.square)) {
-        control_mean_add(&state->trace, noise.trace, controller->options.noise_mean);
-        control_mean_add(&state->square, noise.square, controller->options.noise_mean);
+    double size = adam ? o->adam_mean_squares : o->mean_squares;
+    if (isfinite(noise.trace / size) && isfinite(noise.square / size)) {
+        control_mean_add(&state->trace, noise.trace / size,
+                         controller->options.noise_mean);
+        control_mean_add(&state->square, noise.square / size,
+                         controller->options.noise_mean);
         state->noise_count++;
     }
     /* E |g_t - g_(t-1)|^2 = tr (1 / N_t + 1 / N_(t-1)): steps are drawn at random,
@@ -39,11 +44,12 @@ learn_noise(dcp_controller_t *controller, const dcp_observation_t *o)
                                o->mean_squares, o->reduce_error);
     double tokens = (double)o->tokens;
     if (isfinite(o->step_difference) && state->last_tokens > 0
-        && isfinite(noise.trace)) {
-        double inverse = 1.0 / tokens + 1.0 / state->last_tokens;
+        && isfinite(noise.trace / o->mean_squares)) {
+        double inverse = o->mean_squares * (1.0 / tokens + 1.0 / state->last_tokens);
         control_mean_add(&state->between, o->step_difference / inverse,
                          controller->options.noise_mean);
-        control_mean_add(&state->within, noise.trace, controller->options.noise_mean);
+        control_mean_add(&state->within, noise.trace / o->mean_squares,
+                         controller->options.noise_mean);
     }
     state->last_tokens = tokens;
 }
@@ -85,7 +91,7 @@ control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
             reasons |= DCP_REASON_JUMP;
         }
     }
-    if (o->tokens > 0) {
+    if (o->tokens > 0 && isfinite(o->compute_s) && isfinite(o->step_s)) {
         double tokens = (double)o->tokens;
         control_mean_add(&state->token_s, o->compute_s / tokens, TIME_MEAN);
         control_mean_add(&state->tokens, tokens / o->arm.multiple, TIME_MEAN);

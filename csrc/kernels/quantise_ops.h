@@ -6,17 +6,25 @@
 
 #include <stdint.h>
 
-/* Blocks first .. last - 1 of the operation; squares [2] gets theirs. */
+/* What the seed of a call gives. */
+typedef struct quantise_key {
+    uint32_t random[2];                 /* Philox key of the random bits */
+    int32_t signs[DCP_PRECISION_BLOCK]; /* of the rotation: the sign bit, or 0 */
+} quantise_key_t;
+
+/* Blocks first .. last - 1 of the operation. */
 typedef struct quantise_ops {
-    void (*quantise)(const dcp_quantise_args_t *args, const uint32_t key[2],
+    /* squares [2] are added to; NULL: not wanted */
+    void (*quantise)(const dcp_quantise_args_t *args, const quantise_key_t *key,
                      int64_t first, int64_t last, double *squares);
-    void (*dequantise)(const dcp_dequantise_args_t *args, int64_t first, int64_t last);
+    void (*dequantise)(const dcp_dequantise_args_t *args, const quantise_key_t *key,
+                       int64_t first, int64_t last);
 } quantise_ops_t;
 
 typedef struct sketch_ops {
-    /* Elements first .. last - 1; sums are added to. */
-    void (*sketch)(const dcp_sketch_args_t *args, int64_t first, int64_t last,
-                   double *sums);
+    /* Elements first .. last - 1 under a Philox key of signs; sums are added to. */
+    void (*sketch)(const dcp_sketch_args_t *args, const uint32_t key[2], int64_t first,
+                   int64_t last, double *sums);
 } sketch_ops_t;
 
 #if defined(__x86_64__)

@@ -1,17 +1,19 @@
 /* The linear sketch: checks and parts; the sums are in isa/sketch_kernel.c.
  *
  * Elements are cut by their number alone into at most 64 parts, each with sums of its
- * own (8 KB), added in order. */
+ * own (8 KB of the pool's scratch), added in order. Signs have the Philox key that
+ * block "sket" of the seed gives. */
 #include "quantise_ops.h"
 #include "rowwise.h"
 
-#include "dcp/alloc.h"
 #include "dcp/kernels.h"
+#include "dcp/rng.h"
 
 enum { LEAST_PART = 1 << 16, MOST_PARTS = 64 };
 
 typedef struct sketch_job {
     const dcp_sketch_args_t *args;
+    uint32_t key[2];
     int64_t part_count, part_elements;
     double *sums; /* [parts][buckets] */
 } sketch_job_t;
@@ -27,8 +29,8 @@ sketch_part(void *context, int64_t task, int32_t worker)
         sums[b] = 0;
     }
     ROWWISE_OPS(sketch_ops)
-        ->sketch(job->args, first, last < job->args->count ? last : job->args->count,
-                 sums);
+        ->sketch(job->args, job->key, first,
+                 last < job->args->count ? last : job->args->count, sums);
     return DCP_OK;
 }
 
@@ -47,20 +49,26 @@ dcp_cpu_sketch(dcp_pool_t *pool, const dcp_sketch_args_t *args)
     CHECK_POINTER("sketch", x);
     CHECK_POINTER("sketch", sums);
     sketch_job_t job = {.args = args, .part_elements = LEAST_PART};
-    while (args->count / job.part_elements >= MOST_PARTS) {
+    const uint32_t seed[2] = {(uint32_t)args->seed, (uint32_t)(args->seed >> 32)};
+    const uint32_t counter[4] = {0x736b6574u, 0, 0, 0};
+    uint32_t words[4];
+    dcp_philox(seed, counter, words);
+    job.key[0] = words[0];
+    job.key[1] = words[1];
+    while ((args->count - 1) / job.part_elements >= MOST_PARTS) {
         job.part_elements *= 2;
     }
-    job.part_count = (args->count + job.part_elements - 1) / job.part_elements;
+    job.part_count = (args->count - 1) / job.part_elements + 1;
     void *memory;
-    DCP_TRY(dcp_alloc_array(job.part_count * DCP_SKETCH_BUCKETS,
-                            (int64_t)sizeof(double), "sketch sums", &memory));
+    DCP_TRY(dcp_pool_scratch(
+        pool, 0, job.part_count * DCP_SKETCH_BUCKETS * (int64_t)sizeof(double),
+        &memory));
     job.sums = memory;
-    dcp_status_t status = dcp_pool_run(pool, job.part_count, sketch_part, &job);
-    for (int64_t p = 0; status == DCP_OK && p < job.part_count; p++) {
+    DCP_TRY(dcp_pool_run(pool, job.part_count, sketch_part, &job));
+    for (int64_t p = 0; p < job.part_count; p++) {
         for (int64_t b = 0; b < DCP_SKETCH_BUCKETS; b++) {
             args->sums[b] += job.sums[p * DCP_SKETCH_BUCKETS + b];
         }
     }
-    dcp_free(memory);
-    return status;
+    return DCP_OK;
 }

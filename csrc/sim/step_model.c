@@ -35,12 +35,7 @@ step_codec_s(const dcp_time_to_loss_options_t *o, dcp_precision_t precision)
 double
 step_exposed_s(const dcp_time_to_loss_options_t *o, double comm_s, double compute_s)
 {
-    double n = o->bucket_count, backward_s = o->backward_share * compute_s;
-    if (o->bucket_count <= 1) {
-        return comm_s;
-    }
-    double last_s = comm_s / n, rest_s = comm_s - (1.0 - 1.0 / n) * backward_s;
-    return rest_s > last_s ? rest_s : last_s;
+    return dcp_exposed_s(comm_s, o->backward_share * compute_s, o->bucket_count);
 }
 
 /* The flows of a bucket of one byte, which is summed and gathered: two bytes. */

@@ -118,9 +118,14 @@ check(const dcp_time_to_loss_options_t *o)
     if (!(o->target_loss > loss->floor)) {
         return DCP_FAIL(
             DCP_ERR_ARG,
-            "target loss %g cannot be reached: the loss model falls towards "
-            "%g and no further",
+            "target loss %g cannot be reached: the loss model falls towards its floor "
+            "of %g and no further",
             o->target_loss, loss->floor);
+    }
+    if (!(o->target_loss < loss->start)) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "target loss %g must be below %g, where the loss model starts",
+                        o->target_loss, loss->start);
     }
     if (o->rank_count < 1 || !(o->compute_s > 0) || !(o->parameter_count >= 1)
         || !(o->micro_batches >= 1) || !(o->noise_dimensions >= 1)
@@ -132,9 +137,46 @@ check(const dcp_time_to_loss_options_t *o)
                         (int)o->rank_count, o->parameter_count, o->micro_batches,
                         o->noise_dimensions, o->compute_s, o->time_noise);
     }
+    if (!(o->backward_share >= 0 && o->backward_share <= 1) || !(o->optimizer_s >= 0)
+        || isinf(o->optimizer_s) || !(o->codec_bytes_per_s >= 0) || isinf(o->compute_s)
+        || o->bucket_count > 65536) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "backward_share = %g must lie in [0, 1], optimizer_s = %g and "
+                        "codec_bytes_per_s = %g be >= 0, compute_s = %g finite, "
+                        "bucket_count = %d <= 65536",
+                        o->backward_share, o->optimizer_s, o->codec_bytes_per_s,
+                        o->compute_s, (int)o->bucket_count);
+    }
     if (o->background_count < 0 || o->background_count > 64) {
         return DCP_FAIL(DCP_ERR_ARG, "background_count = %d must lie in 0..64",
                         (int)o->background_count);
+    }
+    return DCP_OK;
+}
+
+/* The grid breaks no rule, whoever chooses from it. */
+static dcp_status_t
+check_grid(const dcp_time_to_loss_options_t *o)
+{
+    dcp_control_options_t control = o->control;
+    dcp_controller_t *controller;
+    int32_t policy = (int32_t)control.policy;
+    int32_t known = 0;
+    if (policy == DCP_POLICY_ORACLE || policy == DCP_POLICY_FIXED) {
+        control.policy = DCP_POLICY_STATIC;
+    }
+    DCP_TRY(dcp_controller_create(&control, &controller));
+    dcp_controller_destroy(controller);
+    for (int32_t q = 0; q < o->control.precision_count; q++) {
+        for (int32_t a = 0; a < o->control.multiple_count; a++) {
+            known |= o->fixed.precision == o->control.precisions[q]
+                     && o->fixed.multiple == o->control.multiples[a];
+        }
+    }
+    if (policy == DCP_POLICY_FIXED && !known) {
+        const char *name = dcp_precision_name(o->fixed.precision);
+        return DCP_FAIL(DCP_ERR_ARG, "fixed arm %s x %d is not in the grid",
+                        name != NULL ? name : "(none)", (int)o->fixed.multiple);
     }
     return DCP_OK;
 }
@@ -248,6 +290,7 @@ dcp_time_to_loss(const dcp_time_to_loss_options_t *options,
                  dcp_time_to_loss_result_t *result_p)
 {
     DCP_TRY(check(options));
+    DCP_TRY(check_grid(options));
     experiment_t x = {.options = options};
     pilot_t pilot;
     memset(result_p, 0, sizeof *result_p);

@@ -65,9 +65,11 @@ train_settings_hash(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
 {
     const double reals[] = {args->lr, args->clip};
     const int64_t integers[] = {
-        args->update_count,
-        args->trainable_count > 0,
-        args->skip_nonfinite != 0,
+        args->update_count,        args->trainable_count > 0,
+        args->skip_nonfinite != 0, (int64_t)args->precision,
+        args->hadamard != 0,       args->nearest != 0,
+        args->feedback != 0,       (int64_t)args->quantise_seed,
+        args->statistics != 0,
     };
     uint64_t rules =
         sharded->optimizer != NULL ? dcp_optimizer_rules_hash(sharded->optimizer) : 0;

@@ -31,7 +31,9 @@ enter(void *state, dcp_queue_t *queue, int32_t group, int32_t backward)
 {
     dcp_sharded_t *sharded = state;
     int64_t start = dcp_clock_ns();
+    int64_t moved_ns = dcp_comm_traffic(sharded->comm).move_ns;
     dcp_status_t status = run_enter(sharded, queue, group, backward);
+    sharded->gather_ns += dcp_comm_traffic(sharded->comm).move_ns - moved_ns;
     sharded->hook_ns += dcp_clock_ns() - start;
     return status;
 }

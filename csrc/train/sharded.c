@@ -207,6 +207,7 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->reduce_layer = options->reduce_layer != 0;
     sharded->prefetch = options->prefetch != 0;
     sharded->gather_step = options->gather_step != 0;
+    sharded->machine_ranks = options->machine_ranks;
     sharded->tensor_count = dcp_model_tensor_count(config);
     sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);
@@ -226,6 +227,10 @@ dcp_sharded_destroy(dcp_sharded_t *sharded)
         return;
     }
     dcp_optimizer_destroy(sharded->optimizer);
+    train_statistics_destroy(sharded->statistics);
+    train_factors_destroy(sharded->factors);
+    dcp_reducer_destroy(sharded->reducer);
+    dcp_dbuffer_destroy(sharded->residual);
     dcp_model_destroy(sharded->model);
     train_reduce_destroy(sharded);
     train_gather_destroy(sharded);

@@ -42,14 +42,14 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
                             (int)rank, other->step, (uint64_t)other->plan_hash);
         }
         if (other->settings_hash != first->settings_hash) {
-            return DCP_FAIL(
-                DCP_ERR_MISMATCH,
-                "ranks disagree before step %" PRId64
-                " on lr, clip, update_count, trainable, nonfinite or the "
-                "rules of the optimizer: rank 0 has those of hash %016" PRIx64
-                ", rank %d of %016" PRIx64,
-                args->step, (uint64_t)first->settings_hash, (int)rank,
-                (uint64_t)other->settings_hash);
+            return DCP_FAIL(DCP_ERR_MISMATCH,
+                            "ranks disagree before step %" PRId64
+                            " on lr, clip, update_count, trainable, nonfinite, "
+                            "precision and how it "
+                            "is used, or the rules of the optimizer: rank 0 has those "
+                            "of hash %016" PRIx64 ", rank %d of %016" PRIx64,
+                            args->step, (uint64_t)first->settings_hash, (int)rank,
+                            (uint64_t)other->settings_hash);
         }
     }
     if (sharded->no_windows || sharded->reduce_layer) {
@@ -59,18 +59,39 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     return DCP_OK;
 }
 
-/* Part 4. */
+/* In fp32, as they lie. */
 static dcp_status_t
-reduce(dcp_sharded_t *sharded)
+reduce_exactly(dcp_sharded_t *sharded)
 {
-    if (sharded->reduce_layer) {
-        return DCP_OK; /* done in part 2 */
-    }
     int32_t group_count = dcp_dbuffer_layout_group_count(sharded->layout);
     for (int32_t g = 0; g < group_count; g++) {
         sharded->reduced_bytes += train_received_bytes(sharded, g);
     }
-    return dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool);
+    dcp_comm_traffic_t before = dcp_comm_traffic(sharded->comm);
+    int64_t start = dcp_clock_ns();
+    DCP_TRY(dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool));
+    dcp_comm_traffic_t after = dcp_comm_traffic(sharded->comm);
+    sharded->moved.reduce_ns = after.call_count > before.call_count
+                                   ? after.move_ns - before.move_ns
+                                   : dcp_clock_ns() - start; /* read in windows */
+    return DCP_OK;
+}
+
+/* Part 4. */
+static dcp_status_t
+reduce(dcp_sharded_t *sharded, const dcp_step_args_t *args)
+{
+    sharded->moved = (train_moved_t){0};
+    if (sharded->reduce_layer) {
+        return DCP_OK; /* done in part 2 */
+    }
+    if (args->statistics) {
+        DCP_TRY(train_statistics_errors(sharded, args));
+    }
+    if (!train_reduces_codes(sharded, args)) {
+        return reduce_exactly(sharded);
+    }
+    return sharded->not_finite ? DCP_OK : train_reduce_codes(sharded, args);
 }
 
 /* Parts 1 to 3. */
@@ -82,9 +103,11 @@ accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns
         return DCP_FAIL(DCP_ERR_STATE,
                         "this model was made forward only: it has no gradients");
     }
+    DCP_TRY(train_check_precision(sharded, args));
     DCP_TRY(agree(sharded, args));
     sharded->training = 1;
     sharded->hook_ns = sharded->gathered_bytes = sharded->reduced_bytes = 0;
+    sharded->gather_ns = 0;
     dcp_status_t status = train_compute(sharded, args, busy_ns, loss_p);
     sharded->training = 0;
     return status;
@@ -96,7 +119,7 @@ gradients(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
 {
     DCP_TRY(accumulate(sharded, args, busy_ns, loss_p));
     sharded->accumulated = 0; /* the next pass begins anew */
-    return reduce(sharded);
+    return reduce(sharded, args);
 }
 
 /* A rank that fails alone must not leave the others waiting. */
@@ -152,8 +175,11 @@ step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
                         args->step);
     }
     DCP_TRY(gradients(sharded, args, busy_ns, &result->loss));
-    DCP_TRY(dcp_dbuffer_norm(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool,
-                             sharded->trained, &result->grad_norm));
+    result->grad_norm = NAN;
+    if (!sharded->not_finite) { /* else nothing was summed */
+        DCP_TRY(dcp_dbuffer_norm(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool,
+                                 sharded->trained, &result->grad_norm));
+    }
     int32_t finite = isfinite(result->loss) && isfinite(result->grad_norm);
     if (!finite && !args->skip_nonfinite) {
         return DCP_FAIL(DCP_ERR_NUMERIC,
@@ -163,10 +189,16 @@ step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns,
                         args->step, result->loss, result->grad_norm);
     }
     result->skipped = !finite || args->trainable_count == 0;
+    if (args->statistics) {
+        DCP_TRY(train_statistics_end(sharded, args, busy_ns, result));
+    }
     if (result->skipped) {
         return DCP_OK; /* decided from numbers that are the same on every rank */
     }
     DCP_TRY(update(sharded, args, result->grad_norm));
+    if (args->statistics) {
+        DCP_TRY(train_factors_refresh(sharded, args->update_count + 1));
+    }
     return dcp_sharded_publish(sharded);
 }
 
@@ -176,10 +208,14 @@ dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *b
 {
     int64_t start = dcp_clock_ns();
     dcp_step_result_t result = {0};
+    sharded->has_observation = 0;
     DCP_TRY(end_for_all(sharded, step(sharded, args, busy_ns, &result)));
     result.wall_ns = dcp_clock_ns() - start;
     result.gathered_bytes = sharded->gathered_bytes;
     result.reduced_bytes = sharded->reduced_bytes;
+    result.reduce_count = sharded->reduce_layer ? args->batch_count : 1;
+    sharded->has_observation = args->statistics != 0;
+    sharded->observation = result.observation;
     *result_p = result;
     return DCP_OK;
 }

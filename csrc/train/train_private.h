@@ -2,6 +2,7 @@
 #ifndef DCP_TRAIN_PRIVATE_H
 #define DCP_TRAIN_PRIVATE_H
 
+#include "dcp/reducer.h"
 #include "dcp/train.h"
 
 enum { SHARDED_BUFFERS = 2 }; /* one a dcp_sharded_kind_t */
@@ -20,8 +21,18 @@ typedef struct step_record {
     int64_t batch_count;
     int64_t settings_hash; /* train_settings_hash */
     int64_t busy_ns;
+    int64_t not_finite; /* 1: loss or gradients are not; only where codes are sent */
     double loss;
 } step_record_t;
+
+/* What moving gradients took in a step, and what codes left out. */
+typedef struct train_moved {
+    int64_t codec_ns, reduce_ns;
+    double error_squares;
+} train_moved_t;
+
+typedef struct train_statistics train_statistics_t; /* statistics.c */
+typedef struct train_factors train_factors_t;       /* statistics_adam.c */
 
 typedef struct sequence_pool sequence_pool_t; /* sequence.h */
 
@@ -47,6 +58,7 @@ struct dcp_sharded {
     int64_t hook_ns;                       /* spent in hooks since a step began */
     int64_t *round_words;                  /* owned, [ranks] */
     int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
+    int64_t gather_ns;                     /* of moving weights in it */
 
     /* compute.c */
     int32_t accumulated; /* gradients hold earlier passes, which the step includes */
@@ -63,6 +75,22 @@ struct dcp_sharded {
     float *group_memory;        /* owned; without windows */
     dcp_window_t *group_window; /* owned; with windows */
     float *group_gradients;     /* this rank's in one of these; NULL: reduce = step */
+
+    /* reduce_codes.c */
+    int32_t machine_ranks;   /* of two levels; 0 or 1: one level */
+    dcp_reducer_t *reducer;  /* owned; NULL before its first use */
+    dcp_dbuffer_t *residual; /* owned; NULL before the first step with feedback */
+    int32_t residual_left;   /* it may hold something */
+    int32_t not_finite;      /* some rank's gradients of this step are not */
+    train_moved_t moved;     /* in this step */
+
+    /* statistics.c, control_world.c */
+    train_statistics_t *statistics; /* owned; NULL before the first step with them */
+    train_factors_t *factors;       /* owned; NULL before the first that are known */
+    int32_t has_observation;        /* of the latest step */
+    dcp_observation_t observation;
+    int32_t codec_known;
+    double codec_s[DCP_PRECISION_COUNT];
 
     /* sequence.h */
     dcp_sequence_kind_t sequence_kind; /* how groups share attention */
@@ -115,6 +143,34 @@ dcp_status_t train_reduce_enter(dcp_sharded_t *sharded, dcp_queue_t *queue,
 /* Backward. */
 dcp_status_t train_reduce_leave(dcp_sharded_t *sharded, dcp_queue_t *queue,
                                 int32_t group);
+
+/* Are the step's precision and statistics possible? */
+dcp_status_t train_check_precision(const dcp_sharded_t *sharded,
+                                   const dcp_step_args_t *args);
+/* Do gradients go through the reducer? */
+bool train_reduces_codes(const dcp_sharded_t *sharded, const dcp_step_args_t *args);
+/* Part 4 with it. Collective. */
+dcp_status_t train_reduce_codes(dcp_sharded_t *sharded, const dcp_step_args_t *args);
+
+void train_statistics_destroy(train_statistics_t *statistics);
+/* Before the first micro-batch; after each; before part 4; after part 5, collective. */
+dcp_status_t train_statistics_begin(dcp_sharded_t *sharded);
+dcp_status_t train_statistics_batch(dcp_sharded_t *sharded,
+                                    const dcp_micro_batch_t *micro);
+dcp_status_t train_statistics_errors(dcp_sharded_t *sharded,
+                                     const dcp_step_args_t *args);
+dcp_status_t train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                                  const int64_t *busy_ns, dcp_step_result_t *result);
+
+void train_factors_destroy(train_factors_t *factors);
+/* After update number `updates`, from 1, of a step with statistics. Collective. */
+dcp_status_t train_factors_refresh(dcp_sharded_t *sharded, int64_t updates);
+/* One over the optimizer's denominator, a block of DCP_PRECISION_BLOCK elements of the
+ * gradient buffer; its square. NULL: not known, or the optimizer has none. */
+const float *train_factors(const dcp_sharded_t *sharded);
+const float *train_factors_squared(const dcp_sharded_t *sharded);
+/* Of this rank's slices, in that metric; where it is known. */
+double train_factors_shard_squares(const dcp_sharded_t *sharded);
 
 /* Parts 2 and 3. */
 dcp_status_t train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args,

@@ -35,6 +35,7 @@ _COMMANDS = {
     "plan": "dcp.cli.plan",
     "layout": "dcp.cli.layout",
     "simulate": "dcp.cli.simulate",
+    "control": "dcp.cli.control",
     "sample": "dcp.cli.sample",
     "checkpoint": "dcp.cli.checkpoint",
     "profile": "dcp.cli.profile",

@@ -341,9 +341,8 @@ def train_rank(world: Any, job: Job) -> dict[str, Any]:
         "reduce": job.reduce,
         "sequence_parallel": settings.plan.sequence_parallel,
         "prefetch": settings.plan.prefetch,
+        "gather": job.gather,
     }
-    if job.gather != "layer":
-        sharding["gather"] = job.gather
     model = dcp.fully_shard(config, world, seed=settings.seed, **sharding)
     with contextlib.closing(model):
         if settings.checkpoint.init is not None:
@@ -415,30 +414,42 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
     """
     import dcp
     from dcp.analytic import Shape, device_named, host_fixed_fields, host_group_token_bytes
+    from dcp.link import cost_under
     from dcp.reduction import choose_reduce
 
     config, plan = settings.transformer(), settings.plan
 
+    controlled = settings.control.policy is not None or settings.train.precision != "fp32"
+    residual = controlled and settings.control.feedback
+
     def cost(reduce: str, gather: str = "layer") -> Any:
-        kept = {"gather": gather} if gather != "layer" else {}
+        link = link_of(settings)
         if plan.cost is None:
             threads = thread_count(settings.ranks)
-            return dcp.CostModel.for_model(
+            made = dcp.CostModel.for_model(
                 config,
                 reduce=reduce,
                 windows=plan.windows,
                 threads=threads,
                 optimizer=settings.optimizer,
                 prefetch=plan.prefetch,
-                **kept,
+                gather=gather,
+                residual=residual,
             )
+            return made if link is None else cost_under(made, config, link)
         measured = dcp.CostModel.load(plan.cost)
         measured.check_model(config)
         return dataclasses.replace(
             measured,
             group_token_bytes=host_group_token_bytes(Shape.of(config), plan.windows),
             **host_fixed_fields(
-                config, reduce, plan.windows, settings.optimizer, plan.prefetch, **kept
+                config,
+                reduce,
+                plan.windows,
+                settings.optimizer,
+                plan.prefetch,
+                gather,
+                residual,
             ),
         )
 
@@ -446,7 +457,6 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
     if plan.gather == "auto" and settings.link is not None and not plan.prefetch:
         gather = "step" if _fits(settings, documents, cost("step", "step")) else "layer"
     reduce = plan.reduce
-    controlled = settings.control.policy is not None or settings.train.precision != "fp32"
     if reduce == "auto" and (settings.memory is None or controlled):
         reduce = "step"  # never moves more bytes, and codes are summed once a step
     elif reduce == "auto":
@@ -577,8 +587,9 @@ def _run(job: Job, label: str = "") -> dict[str, Any]:
                 steps.append({key: event[key] for key in STEP_KEYS})
             show(event)
 
-        linked = {} if settings.link is None else {"link": link_of(settings)}
-        ranks = dcp.launch(train_rank, settings.ranks, (job,), on_event=on_event, **linked)
+        ranks = dcp.launch(
+            train_rank, settings.ranks, (job,), on_event=on_event, link=link_of(settings)
+        )
     first = ranks[0]
     peaks = [rank["peak_bytes"] for rank in ranks]
     return {
@@ -599,7 +610,9 @@ def _run(job: Job, label: str = "") -> dict[str, Any]:
 
 
 def link_of(settings: Any) -> Any:
-    """The emulated link."""
+    """The emulated link, or None."""
+    if settings.link is None:
+        return None
     from dcp.link import Link
 
     return Link.parse(settings.link)

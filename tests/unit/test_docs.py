@@ -21,7 +21,9 @@ import pytest
 import dcp
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = {"dcp.viz": "matplotlib"}  # module -> what its examples need
+OPTIONAL = dict.fromkeys(
+    ("dcp.viz", "dcp.control_plot", "dcp.time_to_loss"), "matplotlib"
+)  # module -> what its examples need
 
 
 def modules() -> Iterator[str]:

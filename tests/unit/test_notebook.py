@@ -73,6 +73,22 @@ def test_notebook_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(re.findall(r"  dcp  .*receives", text)) == 4
 
 
+def test_notebook_of_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    path = ROOT / "notebooks" / "control.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    text = execute(notebook, path.parent, monkeypatch)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    ratios = dict(re.findall(r"^(\w+) +[\d.]+ s  x ([\d.]+)", text, flags=re.MULTILINE))
+    assert float(ratios["joint"]) < 1.03 < float(ratios["decoupled"]) < float(ratios["static"])
+    assert len(re.findall(r"decoupled / joint, base \w+: 1\.\d\d to 1\.\d\d", text)) == 2
+    assert "16 decisions replayed" in text
+    found = re.search(r"loss (\d+\.\d+) -> (\d+\.\d+)", text)
+    assert found and float(found[2]) < float(found[1]) - 0.5
+
+
 CELLS = [
     """
 import os, signal

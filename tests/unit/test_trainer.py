@@ -63,6 +63,10 @@ class FakeModel:
     def kind_shapes(self) -> dict[str, Any]:
         return {}
 
+    def residual(self, *, make: bool = False) -> list[Run]:
+        assert not make
+        return []
+
     def set_optimizer(self, optimizer: Any, *, keep: bool) -> None:
         assert keep
 

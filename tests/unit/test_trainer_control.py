@@ -53,7 +53,7 @@ class FakeCore:
         return self._decision(step + 1, int(self.arm != before))
 
     def step(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return model.noted, self.decide(model.noted, **model.inputs)
+        return model.noted, self.decide(model.noted, **model.inputs), model.inputs
 
     def state(self) -> bytes:
         return json.dumps([self.arm, self.lr, len(self.seen)]).encode()
@@ -101,9 +101,6 @@ class ControlledModel(FakeModel):
         result = super().step(micro_batches, **settings)
         result.loss = settings["step"] * 0.1
         return result
-
-    def control_inputs(self) -> dict[str, Any]:
-        return self.inputs
 
 
 class MultipleLoader(FakeLoader):

@@ -60,7 +60,8 @@ typedef struct dcp_control_options {
     int64_t tokens_per_step; /* of multiple 1 */
     int32_t rank_count;      /* W: ranks whose quantised gradients are summed */
     dcp_lr_rule_t lr_rule;
-    double hysteresis;     /* another arm must promise a J less by this share: 0.05 */
+    double hysteresis;     /* another arm must promise a J less by this share: 0.05; or
+                              by less, until that adds up to six times it */
     double bandwidth_mean; /* weight of the newest log bandwidth: 0.3 */
     double jump;           /* |log bandwidth - mean| above this is a jump: 0.5 */
     int32_t jump_count;    /* so many jumps in one direction start the mean anew: 3 */
@@ -186,6 +187,10 @@ double dcp_steps_factor(double batch, double noise_tokens, double w1, double w2,
                         int32_t rank_count);
 double dcp_lr_factor(dcp_lr_rule_t rule, double multiple, double noise_tokens,
                      double tokens_per_step);
+/* Seconds of communication that stick out of a backward pass of backward_s, where
+ * gradients go in bucket_count equal buckets, each as soon as it is ready; 1: none
+ * hides. */
+double dcp_exposed_s(double comm_s, double backward_s, int32_t bucket_count);
 /* Noise scale from one step's numbers: trace of the covariance per token and the
  * squared length of the true gradient; their ratio is B_s. K >= 2, else NaN. */
 typedef struct dcp_noise {

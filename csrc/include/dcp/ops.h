@@ -311,23 +311,32 @@ typedef struct dcp_row_squares_args {
 
 /* Codes of x (or of x + residual) in a precision, for a message (precision.h). Blocks
  * start at x[0], every DCP_PRECISION_BLOCK elements. The scale of a block is its
- * largest absolute value over the largest code; a block of zeros has scale 0 and
- * decodes to zeros; a block with a value that is not finite has scale NaN and decodes
- * to NaN, and its residual stays as it was. Integers and fp8 are rounded
- * stochastically, unbiased, with 8 random bits an element that depend on (seed, stream,
- * element) alone; bf16 always to nearest even. Bits do not depend on threads or on the
- * instruction set. */
+ * largest absolute value over the largest code, at least 2^-118 (values far below are
+ * rounded to 0 or to that, stochastically without bias) and so that the largest code
+ * decodes to a finite number; a block of zeros has scale 0 and decodes to zeros; a
+ * block with a value that is not finite has scale NaN and decodes to NaN, and its
+ * residual stays as it was. bf16 and fp32 have no scales and pass such a value on;
+ * finite numbers beyond bf16 become its largest.
+ *
+ * Integers and fp8 are rounded stochastically, unbiased to 1/512 of the gap between two
+ * codes, with 8 random bits an element that depend on (seed, stream, first + its place)
+ * alone; what has a code keeps it. bf16 is always rounded to nearest even. So parts
+ * that start at multiples of a block may be quantised in any order, in calls of their
+ * own. Bits do not depend on threads or on the instruction set. codes may have any
+ * address; x, residual, codes, weights and squares do not overlap. With right arguments
+ * the call cannot fail: it allocates nothing. */
 typedef struct dcp_quantise_args {
     int64_t count;
     const float *x;  /* [count] */
-    float *residual; /* [count] added to x first; gets what the codes leave of the sum;
-                        NULL: none */
+    float *residual; /* [count] added to x first; gets what the codes leave of the sum
+                        (without codes it is only read); NULL: none */
     void *codes;     /* dcp_precision_bytes; NULL: only `squares` is wanted */
     dcp_precision_t precision;
     int32_t hadamard; /* 1: each block is rotated first: signs by (seed, element within
-                         its block), then Walsh-Hadamard, orthonormal; a short block in
-                         pieces of powers of two. Residual and error are of the original
-                         coordinates. Not for fp32 and bf16, where it changes nothing */
+                         its block), then Walsh-Hadamard, orthonormal (but that scales
+                         are of values over 16); a short block in pieces of powers of
+                         two. Residual and error are of the original coordinates.
+                         Changes nothing for fp32 and bf16 */
     int32_t nearest;  /* 1: to nearest instead, ties to even */
     uint64_t seed;    /* of the run */
     uint64_t stream;  /* of who sends when: step and rank */
@@ -337,7 +346,8 @@ typedef struct dcp_quantise_args {
                         codes leave of it; NULL: not wanted. In a fixed order */
 } dcp_quantise_args_t;
 
-/* out = what a message holds, or out += it. */
+/* out = what a message holds, or out += it. codes may have any address; they do not
+ * overlap out. Finite blocks decode to finite numbers. */
 typedef struct dcp_dequantise_args {
     int64_t count;
     const void *codes;
@@ -351,8 +361,8 @@ typedef struct dcp_dequantise_args {
  * with signs by (seed, first + i): the squared length of the sums estimates that of w x
  * without bias, and the sketch of a difference is the difference of sketches. Buckets
  * by (first + i) % DCP_SKETCH_BUCKETS, so that parts of a buffer may be sketched apart.
- * A value that is not finite makes a sum so. Fixed order: fp32 within a short run,
- * fp64 across. */
+ * A value that is not finite makes a sum so. Fixed order: fp32 within 16 numbers of a
+ * bucket, fp64 across. x, weights and sums do not overlap. */
 enum { DCP_SKETCH_BUCKETS = 1024 };
 typedef struct dcp_sketch_args {
     int64_t count;

@@ -187,8 +187,10 @@ dcp_status_t dcp_sharded_need_residual(dcp_sharded_t *sharded);
  * Borrowed from sharded. */
 dcp_status_t dcp_sharded_control_world(dcp_sharded_t *sharded,
                                        dcp_control_world_t *world_p);
-/* Before dcp_controller_step: the arm of the step, the whole step's seconds. */
-void dcp_sharded_note_step(dcp_sharded_t *sharded, dcp_arm_t arm, double step_s);
+/* Before dcp_controller_step: the arm of the step, the whole step's seconds, of which
+ * the slowest rank's count. Collective. */
+dcp_status_t dcp_sharded_note_step(dcp_sharded_t *sharded, dcp_arm_t arm,
+                                   double step_s);
 
 /* NULL where options.forward_only left it out. */
 const dcp_dbuffer_t *dcp_sharded_buffer(const dcp_sharded_t *sharded,

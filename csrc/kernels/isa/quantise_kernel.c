@@ -1,432 +1,345 @@
 /* Blocks of 128 elements to codes and back.
  *
- * A block is read into an array of 128 floats, padded with zeros; every stage is a loop
- * of 128 independent steps over such arrays, which the compiler turns into vectors of
- * the set it is compiled for. Each step is one IEEE operation (no fused ones, no sums
- * across lanes but by fixed lanes of 16), so bits are the same in every set. The
- * largest value is taken over the bits of absolute values as integers: that order is
- * exact, and whatever is not finite lies above all others.
+ * A block is read (and the residual added), its largest absolute value found over the
+ * bits as integers, so that whatever is not finite lies above all else; scale = largest
+ * / largest code, kept in 2^-118 .. FLT_MAX / largest code, where neither 1 / scale nor
+ * a decoded value overflows: tinier blocks have codes below the largest one, and
+ * rounding stays unbiased. Then y = value / scale:
  *
- * Memory of an element: 4 B read (8 with residual), 0.5 to 4 B written (and 4). Random
- * bits: one Philox block for 16 elements, about 0.7 instructions each with 16 lanes.
+ *   integers   floor((round(256 y) + r) / 256), r = 8 random bits; the sum that rounds
+ *              256 y (1.5 * 2^23 is added) is at once an integer whose low byte, after
+ *              a shift by 8, is the code
+ *   fp8        the same of |y| in units of the last bit that its exponent leaves, the
+ *              exponent being at least that of the smallest normal number
+ *
+ * What has a code keeps it, whatever r. Every step is one IEEE operation on lanes that
+ * do not meet (no fused ones), sums of squares have 16 fixed lanes: bits are the same
+ * in every instruction set. Squares are taken of y, which can neither overflow nor
+ * vanish, and scaled in fp64.
+ *
+ * Element e of a stream has byte e % 4 of word (e % 256) / 64 of Philox block
+ * (e / 256) * 16 + e % 64 / 4: vectors of words are stored as they come. RUN blocks are
+ * drawn at once.
+ *
+ * Memory of an element: 4 B read (8 with residual), 0.5 to 4 B written (and 4).
+ * Instructions for 16 elements with 16 lanes: 9 to read twice and find the largest, 4
+ * to round to an integer code, 9 to draw and use random bits, 8 more for fp8, 6 for a
+ * residual.
  */
 #include "../quantise_ops.h"
-#include "dcp/rng.h"
+#include "codes.h"
+#include "philox.h"
+#include "rotation.h"
 #include "simd.h"
 
 #include <math.h>
 
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#endif
+
 enum {
-    BLOCK = DCP_PRECISION_BLOCK,
-    LANES = 16,
-    GROUPS = BLOCK / LANES, /* Philox blocks of a block */
-    INFINITE = 0x7f800000
+    GROUP = 256, /* elements of 16 Philox blocks */
+    RUN = 16,    /* blocks between draws */
+    LANES = 16
 };
 
+#define LEAST_SCALE 0x1p-118f
+
 /* What a block is worked on with. */
-typedef struct scratch {
-    _Alignas(64) float value[BLOCK];   /* to be sent */
-    _Alignas(64) float rotated[BLOCK]; /* the same, turned; then what codes say */
-    _Alignas(64) int32_t code[BLOCK];
-    _Alignas(64) int32_t random[BLOCK]; /* 0 .. 255 */
-} scratch_t;
+typedef struct work {
+    _Alignas(64) float value[BLOCK]; /* to be sent; beyond a short block 0 */
+    _Alignas(64) float turned[BLOCK];
+    _Alignas(64) float said[BLOCK]; /* by the codes, over the scale */
+    _Alignas(64) uint8_t code[BLOCK];
+    _Alignas(64) int32_t signs[BLOCK]; /* of the rotation */
+    _Alignas(64) uint8_t random[RUN * BLOCK + GROUP];
+} work_t;
 
-/* 8 random bits for each of the elements first .. first + 127. */
-static void
-draw(const uint32_t key[2], uint64_t stream, int64_t first, int32_t *random)
+/* ---- stages of a block ---- */
+
+/* Sum of a fixed tree over 16 lanes, which stand in 16 / VF vectors. */
+VF_INLINE float
+lanes_sum(const vf lanes[LANES / VF])
 {
-    _Alignas(64) uint64_t c0[GROUPS], c1[GROUPS], c2[GROUPS], c3[GROUPS];
-    const uint64_t low = 0xffffffffu;
-    for (int g = 0; g < GROUPS; g++) {
-        uint64_t number = (uint64_t)first + (uint64_t)(g * LANES);
-        c0[g] = number & low;
-        c1[g] = number >> 32;
-        c2[g] = stream & low;
-        c3[g] = stream >> 32;
-    }
-    uint32_t k0 = key[0], k1 = key[1];
-    for (int round = 0; round < 10; round++) {
-        for (int g = 0; g < GROUPS; g++) {
-            uint64_t p0 = c0[g] * 0xD2511F53u, p1 = c2[g] * 0xCD9E8D57u;
-            c0[g] = ((p1 >> 32) ^ c1[g] ^ k0) & low;
-            c2[g] = ((p0 >> 32) ^ c3[g] ^ k1) & low;
-            c1[g] = p1 & low;
-            c3[g] = p0 & low;
-        }
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    /* byte b of word w of group g: element 16 g + 4 w + b */
-    uint32_t words[BLOCK / 4];
-    for (int g = 0; g < GROUPS; g++) {
-        words[4 * g] = (uint32_t)c0[g];
-        words[4 * g + 1] = (uint32_t)c1[g];
-        words[4 * g + 2] = (uint32_t)c2[g];
-        words[4 * g + 3] = (uint32_t)c3[g];
-    }
-    uint8_t bytes[BLOCK];
-    memcpy(bytes, words, sizeof bytes);
-    for (int i = 0; i < BLOCK; i++) {
-        random[i] = bytes[i];
-    }
+#if VF == 16
+    return vf_sum(lanes[0]);
+#elif VF == 8
+    return vf_sum(lanes[0] + lanes[1]);
+#else
+    return vf_sum((lanes[0] + lanes[2]) + (lanes[1] + lanes[3]));
+#endif
 }
 
-/* Bits of the largest absolute value. */
-static int32_t
-largest_bits(const float *x)
+/* Random bytes of elements number .. number + count - 1, count <= RUN * BLOCK; returns
+ * where the first one's stands. */
+static const uint8_t *
+draw(work_t *work, const uint32_t key[2], uint64_t stream, uint64_t number,
+     int64_t count)
 {
-    int32_t lanes[LANES] = {0}, largest = 0;
-    for (int i = 0; i < BLOCK; i += LANES) {
-        for (int l = 0; l < LANES; l++) {
-            int32_t bits;
-            memcpy(&bits, &x[i + l], sizeof bits);
-            bits &= INT32_MAX;
-            lanes[l] = bits > lanes[l] ? bits : lanes[l];
-        }
-    }
-    for (int l = 0; l < LANES; l++) {
-        largest = lanes[l] > largest ? lanes[l] : largest;
-    }
-    return largest;
-}
-
-static float
-float_of(int32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* Rotation of x[0 .. n), n a power of two: Walsh-Hadamard, orthonormal. */
-static void
-walsh(float *x, int n)
-{
-    for (int h = 1; h < n; h *= 2) {
-        for (int i = 0; i < n; i += 2 * h) {
-            for (int j = i; j < i + h; j++) {
-                float a = x[j], b = x[j + h];
-                x[j] = a + b;
-                x[j + h] = a - b;
+    int64_t skip = (int64_t)(number % GROUP);
+    uint64_t aligned =
+        number - number % GROUP; /* what is added to it may wrap around */
+    uint8_t *to = work->random;
+    for (int64_t done = 0; done < skip + count; done += GROUP) {
+        uint64_t block = (aligned + (uint64_t)done) / GROUP * 16;
+        for (int lane = 0; lane < 16; lane += VF) {
+            vi words[PHILOX_WORDS];
+            philox_draw(key, block + (uint64_t)lane, stream, words);
+            for (int w = 0; w < PHILOX_WORDS; w++) {
+                memcpy(to + done + w * 64 + lane * 4, &words[w], sizeof words[w]);
             }
         }
     }
-    float factor = 1.0f / sqrtf((float)n);
-    for (int i = 0; i < n; i++) {
-        x[i] *= factor;
-    }
+    return to + skip;
 }
 
-static void
-walsh_pieces(float *x, int count)
+/* Bits of the largest absolute value. */
+VF_INLINE int32_t
+largest_bits(const float *x)
 {
-    for (int n = BLOCK, at = 0; n > 0; n /= 2) {
-        if (count & n) {
-            walsh(x + at, n);
-            at += n;
+    vi largest = {0};
+    for (int i = 0; i < BLOCK; i += VF) {
+        largest = integer_max(largest, (vi)vf_load(x + i) & INT32_MAX);
+    }
+    return integer_max_across(largest);
+}
+
+/* What is to be sent: x itself where it may be read as it is. */
+VF_INLINE const float *
+gather(work_t *work, const float *x, const float *residual, int count)
+{
+    if (count == BLOCK) {
+        if (residual == NULL) {
+            return x;
         }
-    }
-}
-
-/* Signs of a rotation by the seed. */
-static void
-flip(uint64_t seed, float *x)
-{
-    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    const uint32_t counter[4] = {0x48616461u, 0, 0, 0};
-    uint32_t words[4];
-    dcp_philox(key, counter, words);
-    for (int i = 0; i < BLOCK; i++) {
-        uint32_t minus = words[i / 32] >> (i % 32) & 1u;
-        x[i] = minus ? -x[i] : x[i];
-    }
-}
-
-/* Codes of y in [-limit, limit]: integers. */
-VF_INLINE void
-encode_integers(scratch_t *s, float limit, float inverse, int32_t nearest)
-{
-    for (int i = 0; i < BLOCK; i++) {
-        float y = s->rotated[i] * inverse;
-        y = y > limit ? limit : y;
-        y = y < -limit ? -limit : y;
-        float offset = ((float)s->random[i] + 0.5f) * (1.0f / 256.0f);
-        /* shifted above 0, so that cutting off the fraction rounds down */
-        int32_t random = (int32_t)(y + 256.0f + offset) - 256;
-        float shifted = y + 12582912.0f; /* 1.5 * 2^23: to nearest, ties to even */
-        int32_t even;
-        memcpy(&even, &shifted, sizeof even);
-        even = (even & 0x3fffff) - ((even & 0x400000) ? 0 : 0x400000);
-        s->code[i] = nearest ? even : random;
-    }
-}
-
-typedef struct fp8_format {
-    int32_t mantissa, bias, largest_code; /* bits; code of the largest finite value */
-    float largest, unit;                  /* 1 / unit: the smallest subnormal */
-} fp8_format_t;
-
-static const fp8_format_t e4m3 = {3, 7, 0x7e, 448.0f, 512.0f};
-static const fp8_format_t e5m2 = {2, 15, 0x7b, 57344.0f, 65536.0f};
-
-VF_INLINE void
-encode_fp8(scratch_t *s, fp8_format_t format, float inverse, int32_t nearest)
-{
-    const int32_t drop = 23 - format.mantissa;
-    for (int i = 0; i < BLOCK; i++) {
-        float y = s->rotated[i] * inverse;
-        int32_t bits, sign;
-        memcpy(&bits, &y, sizeof bits);
-        sign = bits & INT32_MIN;
-        bits &= INT32_MAX;
-        int32_t even = (1 << (drop - 1)) - 1 + (bits >> drop & 1);
-        int32_t random = (s->random[i] << (drop - 8)) + (1 << (drop - 9));
-        int32_t normal = ((bits + (nearest ? even : random)) >> drop)
-                         - ((127 - format.bias) << format.mantissa);
-        /* below the normal ones codes count units */
-        float units = float_of(bits) * format.unit;
-        units = units > 16.0f ? 16.0f : units;
-        float offset = ((float)s->random[i] + 0.5f) * (1.0f / 256.0f);
-        float rounded = units + 8388608.0f;
-        int32_t low;
-        memcpy(&low, &rounded, sizeof low);
-        low = nearest ? low & 0xff : (int32_t)(units + offset);
-        int32_t code = units < (float)(1 << format.mantissa) ? low : normal;
-        code = code > format.largest_code ? format.largest_code : code;
-        s->code[i] = code | (sign ? 0x80 : 0);
-    }
-}
-
-VF_INLINE float
-fp8_value(fp8_format_t format, int32_t code)
-{
-    int32_t magnitude = code & 0x7f;
-    int32_t normal =
-        (magnitude << (23 - format.mantissa)) + ((127 - format.bias) << 23);
-    float units = (float)magnitude / format.unit;
-    float x = magnitude < 1 << format.mantissa ? units : float_of(normal);
-    return code & 0x80 ? -x : x;
-}
-
-VF_INLINE void
-decode_values(scratch_t *s, dcp_precision_t precision, float scale)
-{
-    for (int i = 0; i < BLOCK; i++) {
-        float value = precision == DCP_PRECISION_FP8_E4M3 ? fp8_value(e4m3, s->code[i])
-                      : precision == DCP_PRECISION_FP8_E5M2
-                          ? fp8_value(e5m2, s->code[i])
-                          : (float)s->code[i];
-        s->rotated[i] = value * scale;
-    }
-}
-
-static float
-largest_code_of(dcp_precision_t precision)
-{
-    switch (precision) {
-    case DCP_PRECISION_FP8_E4M3:
-        return e4m3.largest;
-    case DCP_PRECISION_FP8_E5M2:
-        return e5m2.largest;
-    case DCP_PRECISION_INT8:
-        return 127.0f;
-    default:
-        return 7.0f;
-    }
-}
-
-VF_INLINE void
-encode_codes(scratch_t *s, dcp_precision_t precision, float inverse, int32_t nearest)
-{
-    switch (precision) {
-    case DCP_PRECISION_FP8_E4M3:
-        encode_fp8(s, e4m3, inverse, nearest);
-        break;
-    case DCP_PRECISION_FP8_E5M2:
-        encode_fp8(s, e5m2, inverse, nearest);
-        break;
-    case DCP_PRECISION_INT8:
-        encode_integers(s, 127.0f, inverse, nearest);
-        break;
-    default:
-        encode_integers(s, 7.0f, inverse, nearest);
-        break;
-    }
-}
-
-/* 8 bits, or 4 with an offset of 8, the first element low. */
-VF_INLINE void
-pack(const scratch_t *s, dcp_precision_t precision, int count, uint8_t *to)
-{
-    uint8_t bytes[BLOCK];
-    if (precision == DCP_PRECISION_INT4) {
-        for (int i = 0; i < BLOCK / 2; i++) {
-            bytes[i] = (uint8_t)((s->code[2 * i] + 8) | (s->code[2 * i + 1] + 8) << 4);
+        for (int i = 0; i < BLOCK; i += VF) {
+            vf_store(work->value + i, vf_load(x + i) + vf_load(residual + i));
         }
-        memcpy(to, bytes, (size_t)(count + 1) / 2);
-        return;
+        return work->value;
     }
-    for (int i = 0; i < BLOCK; i++) {
-        bytes[i] = (uint8_t)s->code[i];
+    memset(work->value, 0, sizeof work->value);
+    for (int i = 0; i < count; i++) {
+        work->value[i] = residual != NULL ? x[i] + residual[i] : x[i];
     }
-    memcpy(to, bytes, (size_t)count);
+    return work->value;
 }
 
 VF_INLINE void
-unpack(scratch_t *s, dcp_precision_t precision, int count, const uint8_t *from)
+encode(work_t *work, const dcp_precision_t precision, const int nearest, const float *x,
+       float inverse, const uint8_t *random)
 {
-    uint8_t bytes[BLOCK] = {0};
-    if (precision == DCP_PRECISION_INT4) {
-        memcpy(bytes, from, (size_t)(count + 1) / 2);
-        for (int i = 0; i < BLOCK / 2; i++) {
-            s->code[2 * i] = (bytes[i] & 15) - 8;
-            s->code[2 * i + 1] = (bytes[i] >> 4) - 8;
+    const format_t format = format_of(precision);
+    for (int i = 0; i < BLOCK; i += FOUR * VF) {
+        vi codes[FOUR];
+        for (int v = 0; v < FOUR; v++) {
+            int at = i + v * VF;
+            vf y = vf_load(x + at) * inverse;
+            vi r = nearest ? (vi){0} : widen(random + at);
+            codes[v] = is_fp8(precision) ? encode_fp8(format, y, r, nearest)
+                                         : encode_integers(y, r, nearest);
         }
-        return;
-    }
-    memcpy(bytes, from, (size_t)count);
-    for (int i = 0; i < BLOCK; i++) {
-        s->code[i] = precision == DCP_PRECISION_INT8 ? (int8_t)bytes[i] : bytes[i];
+        narrow(work->code + i, codes);
     }
 }
 
-/* Sum of squares of a - b, or of a where b is NULL: lanes of 16 in fp32, then fp64. */
-static double
-squares_of(const float *a, const float *b)
+/* Adds the squares of y = inverse x and of y - said, times `factor`. */
+VF_INLINE void
+add_squares(const float *x, const float *said, float inverse, double factor,
+            double *squares)
 {
-    float lanes[LANES] = {0};
+    vf sent[LANES / VF] = {0}, left[LANES / VF] = {0};
     for (int i = 0; i < BLOCK; i += LANES) {
-        for (int l = 0; l < LANES; l++) {
-            float d = b != NULL ? a[i + l] - b[i + l] : a[i + l];
-            lanes[l] += d * d;
+        for (int v = 0; v < LANES / VF; v++) {
+            vf y = vf_load(x + i + v * VF) * inverse;
+            vf e = y - vf_load(said + i + v * VF);
+            sent[v] += y * y;
+            left[v] += e * e;
         }
     }
-    double sum = 0;
-    for (int l = 0; l < LANES; l++) {
-        sum += (double)lanes[l];
-    }
-    return sum;
+    squares[0] += factor * (double)lanes_sum(sent);
+    squares[1] += factor * (double)lanes_sum(left);
 }
 
-/* Scaled formats: codes in s->code, what they say in s->rotated; returns the scale. */
-VF_INLINE float
-quantise_scaled(const dcp_quantise_args_t *args, const uint32_t key[2], int64_t block,
-                int count, dcp_precision_t precision, scratch_t *s)
-{
-    memcpy(s->rotated, s->value, sizeof s->rotated);
-    if (args->hadamard) {
-        flip(args->seed, s->rotated);
-        walsh_pieces(s->rotated, count);
-    }
-    int32_t bits = largest_bits(s->rotated);
-    float largest = float_of(bits), limit = largest_code_of(precision);
-    float scale = largest / limit;
-    /* the largest code times the scale must stay finite */
-    scale = largest > 1e38f ? scale * (1.0f - 0x1p-22f) : scale;
-    if (bits >= INFINITE || scale < 0x1p-126f) {
-        /* not finite, or nothing that a normal scale can say */
-        memset(s->code, 0, sizeof s->code);
-        memset(s->rotated, 0, sizeof s->rotated);
-        return bits >= INFINITE ? NAN : 0.0f;
-    }
-    if (!args->nearest) {
-        draw(key, args->stream, args->first + block * BLOCK, s->random);
-    }
-    encode_codes(s, precision, limit / largest, args->nearest);
-    decode_values(s, precision, scale);
-    if (args->hadamard) {
-        walsh_pieces(s->rotated, count);
-        flip(args->seed, s->rotated);
-    }
-    return scale;
-}
-
-/* bf16 and fp32: what is sent in s->rotated. */
+/* residual = value - said * scale */
 VF_INLINE void
-quantise_plain(int count, dcp_precision_t precision, scratch_t *s, uint8_t *to)
+keep(const float *value, const float *said, float scale, int count, float *residual)
 {
-    uint16_t halves[BLOCK];
-    if (precision == DCP_PRECISION_FP32) {
-        memcpy(s->rotated, s->value, sizeof s->rotated);
-        if (to != NULL) {
-            memcpy(to, s->value, (size_t)count * sizeof(float));
+    if (count == BLOCK) {
+        for (int i = 0; i < BLOCK; i += VF) {
+            vf_store(residual + i, vf_load(value + i) - vf_load(said + i) * scale);
+        }
+        return;
+    }
+    for (int i = 0; i < count; i++) {
+        float sent = said[i] * scale;
+        residual[i] = value[i] - sent;
+    }
+}
+
+/* ---- a block ---- */
+
+/* Where a block comes from and goes to; NULL: not wanted. */
+typedef struct block {
+    const float *x;
+    float *residual;
+    uint8_t *codes, *scale;
+    const uint8_t *random;
+    double *squares;
+    double weight;
+    int count;
+} block_t;
+
+VF_INLINE void
+quantise_scaled(work_t *work, const block_t *b, const dcp_precision_t precision,
+                const int nearest, int hadamard)
+{
+    const format_t format = format_of(precision);
+    const float *value = gather(work, b->x, b->residual, b->count), *x = value;
+    if (hadamard) {
+        rotation_turn(value, work->signs, b->count, work->turned);
+        x = work->turned;
+    }
+    int32_t bits = largest_bits(x);
+    float scale = bits < INFINITE ? float_of(bits) / format.largest : NAN, inverse = 0;
+    if (bits == 0 || bits >= INFINITE) {
+        memset(work->code, 0, sizeof work->code);
+    } else {
+        scale = scale > LEAST_SCALE ? scale : LEAST_SCALE;
+        scale = scale < format.most_scale ? scale : format.most_scale;
+        inverse = 1.0f / scale;
+        encode(work, precision, nearest, x, inverse, b->random);
+    }
+    if (b->codes != NULL) {
+        memcpy(b->scale, &scale, sizeof scale);
+        if (precision == DCP_PRECISION_INT4) {
+            pack(work->code, b->codes, b->count);
+        } else {
+            memcpy(b->codes, work->code, b->count == BLOCK ? BLOCK : (size_t)b->count);
+        }
+    }
+    if (b->residual == NULL && b->squares == NULL) {
+        return;
+    }
+    if (bits >= INFINITE) {
+        if (b->squares != NULL) {
+            b->squares[0] += (double)NAN;
+            b->squares[1] += (double)NAN;
         }
         return;
     }
     for (int i = 0; i < BLOCK; i += VF) {
-        vf_store(s->rotated + i, vf_round_bf16(vf_load(s->value + i)));
+        vf_store(work->said + i, decode(precision, work->code + i));
     }
-    for (int i = 0; i < BLOCK; i++) {
-        uint32_t bits;
-        memcpy(&bits, &s->rotated[i], sizeof bits);
-        halves[i] = (uint16_t)(bits >> 16);
+    if (b->squares != NULL) {
+        double unit = (double)scale * (hadamard ? ROTATION : 1);
+        add_squares(x, work->said, inverse, b->weight * unit * unit, b->squares);
     }
-    if (to != NULL) {
-        memcpy(to, halves, (size_t)count * sizeof(uint16_t));
+    if (b->residual != NULL && b->codes != NULL) {
+        if (hadamard) {
+            for (int i = 0; i < BLOCK; i += VF) {
+                vf_store(work->said + i, vf_load(work->said + i) * scale);
+            }
+            rotation_turn_back(work->said, work->signs, b->count);
+        }
+        keep(value, work->said, hadamard ? 1.0f : scale, b->count, b->residual);
+    }
+}
+
+/* fp32 and bf16: no scale. A finite number that would round to infinity becomes the
+ * largest bf16 number instead. */
+VF_INLINE void
+quantise_plain(work_t *work, const block_t *b, const dcp_precision_t precision)
+{
+    const float *value = gather(work, b->x, b->residual, b->count), *said = value;
+    int32_t bits = largest_bits(value);
+    if (precision == DCP_PRECISION_BF16) {
+        uint8_t narrow_bytes[BLOCK * 2];
+        float most = float_of(bits < INFINITE ? 0x7f7f0000 : INFINITE);
+        vf high = vf_set(most), low = vf_set(-most);
+        for (int i = 0; i < BLOCK; i += VF) {
+            vf y = vf_min(high, vf_max(low, vf_round_bf16(vf_load(value + i))));
+            vf_store(work->said + i, y);
+            halves_t half = __builtin_convertvector((words_t)y >> 16, halves_t);
+            memcpy(narrow_bytes + 2 * i, &half, sizeof half);
+        }
+        said = work->said;
+        if (b->codes != NULL) {
+            memcpy(b->codes, narrow_bytes, (size_t)b->count * 2);
+        }
+    } else if (b->codes != NULL) {
+        memcpy(b->codes, value, (size_t)b->count * 4);
+    }
+    if (b->squares != NULL) {
+        /* over a power of two near the largest, as the others are over their scale */
+        int32_t exponent = bits & INFINITE;
+        exponent = exponent > (8 << 23) ? exponent : 8 << 23;
+        exponent = exponent < (246 << 23) ? exponent : 246 << 23;
+        float unit = float_of(exponent), inverse = 1.0f / unit;
+        for (int i = 0; i < BLOCK; i += VF) {
+            vf_store(work->turned + i, vf_load(said + i) * inverse);
+        }
+        double factor = b->weight * (double)unit * (double)unit;
+        if (bits >= INFINITE) {
+            factor = (double)NAN;
+        }
+        add_squares(value, work->turned, inverse, factor, b->squares);
+    }
+    if (b->residual != NULL && b->codes != NULL && bits < INFINITE) {
+        keep(value, said, 1.0f, b->count, b->residual);
     }
 }
 
 VF_INLINE void
-quantise_blocks(const dcp_quantise_args_t *args, const uint32_t key[2], int64_t first,
-                int64_t last, double *squares, dcp_precision_t precision)
+quantise_blocks(const dcp_quantise_args_t *args, const quantise_key_t *key,
+                int64_t first, int64_t last, double *squares,
+                const dcp_precision_t precision, const int nearest)
 {
-    int32_t scaled = precision != DCP_PRECISION_FP32 && precision != DCP_PRECISION_BF16;
-    int64_t block_count = (args->count + BLOCK - 1) / BLOCK;
+    const int scaled = is_scaled(precision);
+    int64_t block_count = (args->count - 1) / BLOCK + 1;
     uint8_t *scales = args->codes;
-    int64_t bits = precision == DCP_PRECISION_FP32   ? 32
-                   : precision == DCP_PRECISION_BF16 ? 16
-                   : precision == DCP_PRECISION_INT4 ? 4
-                                                     : 8;
-    scratch_t s;
-    for (int64_t block = first; block < last; block++) {
-        int64_t start = block * BLOCK, left = args->count - start;
-        int count = left < BLOCK ? (int)left : BLOCK;
-        uint8_t *to = NULL;
-        if (args->codes != NULL) {
-            to = scales + (scaled ? block_count * 4 : 0) + start * bits / 8;
+    uint8_t *codes = scales != NULL && scaled ? scales + 4 * block_count : scales;
+    work_t work;
+    memcpy(work.signs, key->signs, sizeof work.signs);
+    const uint8_t *random = NULL;
+    for (int64_t i = first; i < last; i++) {
+        int64_t start = i * BLOCK, left = args->count - start;
+        if (scaled && !nearest && (i - first) % RUN == 0) {
+            int64_t run = RUN * BLOCK < left ? RUN * BLOCK : left;
+            run = run < (last - i) * BLOCK ? run : (last - i) * BLOCK;
+            uint64_t number = (uint64_t)args->first + (uint64_t)start;
+            random = draw(&work, key->random, args->stream, number, run);
         }
-        const float *x = args->x + start;
-        float *residual = args->residual != NULL ? args->residual + start : NULL;
-        if (count < BLOCK) {
-            memset(s.value, 0, sizeof s.value);
-        }
-        for (int i = 0; i < count; i++) {
-            s.value[i] = residual != NULL ? x[i] + residual[i] : x[i];
-        }
-        int32_t finite = 1;
+        block_t block = {
+            .x = args->x + start,
+            .residual = args->residual != NULL ? args->residual + start : NULL,
+            .codes = codes != NULL ? codes + bytes_of(precision, start) : NULL,
+            .scale = scales != NULL ? scales + 4 * i : NULL,
+            .random = random != NULL ? random + (i - first) % RUN * BLOCK : NULL,
+            .squares = squares,
+            .weight = args->weights != NULL ? (double)args->weights[i] : 1.0,
+            .count = left < BLOCK ? (int)left : BLOCK,
+        };
         if (scaled) {
-            float scale = quantise_scaled(args, key, block, count, precision, &s);
-            finite = scale == scale;
-            if (to != NULL) {
-                memcpy(scales + block * 4, &scale, sizeof scale);
-                pack(&s, precision, count, to);
-            }
+            quantise_scaled(&work, &block, precision, nearest, args->hadamard);
         } else {
-            quantise_plain(count, precision, &s, to);
-            finite = largest_bits(s.rotated) < INFINITE;
-        }
-        if (residual != NULL && finite) {
-            for (int i = 0; i < count; i++) {
-                residual[i] = s.value[i] - s.rotated[i];
-            }
-        }
-        if (squares != NULL) {
-            double weight = args->weights != NULL ? (double)args->weights[block] : 1.0;
-            squares[0] += weight * squares_of(s.value, NULL);
-            squares[1] +=
-                weight * (finite ? squares_of(s.value, s.rotated) : (double)NAN);
+            quantise_plain(&work, &block, precision);
         }
     }
 }
 
 static void
-quantise(const dcp_quantise_args_t *args, const uint32_t key[2], int64_t first,
+quantise(const dcp_quantise_args_t *args, const quantise_key_t *key, int64_t first,
          int64_t last, double *squares)
 {
     switch (args->precision) {
-#define CASE(name)                                                              \
-    case DCP_PRECISION_##name:                                                  \
-        quantise_blocks(args, key, first, last, squares, DCP_PRECISION_##name); \
+#define CASE(name)                                                                     \
+    case DCP_PRECISION_##name:                                                         \
+        if (args->nearest) {                                                           \
+            quantise_blocks(args, key, first, last, squares, DCP_PRECISION_##name, 1); \
+        } else {                                                                       \
+            quantise_blocks(args, key, first, last, squares, DCP_PRECISION_##name, 0); \
+        }                                                                              \
         break;
         CASE(FP32)
         CASE(BF16)
@@ -438,54 +351,102 @@ quantise(const dcp_quantise_args_t *args, const uint32_t key[2], int64_t first,
     }
 }
 
+/* ---- and back ---- */
+
 VF_INLINE void
-dequantise_blocks(const dcp_dequantise_args_t *args, int64_t first, int64_t last,
-                  dcp_precision_t precision)
+put(float *out, vf x, const int accumulate)
 {
-    int32_t scaled = precision != DCP_PRECISION_FP32 && precision != DCP_PRECISION_BF16;
-    int64_t block_count = (args->count + BLOCK - 1) / BLOCK;
-    const uint8_t *codes = args->codes;
-    int64_t bits = precision == DCP_PRECISION_FP32   ? 32
-                   : precision == DCP_PRECISION_BF16 ? 16
-                   : precision == DCP_PRECISION_INT4 ? 4
-                                                     : 8;
-    scratch_t s;
-    for (int64_t block = first; block < last; block++) {
-        int64_t start = block * BLOCK, left = args->count - start;
-        int count = left < BLOCK ? (int)left : BLOCK;
-        const uint8_t *from = codes + (scaled ? block_count * 4 : 0) + start * bits / 8;
+    vf_store(out, accumulate ? vf_load(out) + x : x);
+}
+
+/* out = or += VF values at element i of `from`, which stands at the block's codes. */
+VF_INLINE vf
+value_at(const dcp_precision_t precision, const uint8_t *from, int i, float scale)
+{
+    if (precision == DCP_PRECISION_FP32) {
+        vf x;
+        memcpy(&x, from + 4 * i, sizeof x);
+        return x;
+    }
+    if (precision == DCP_PRECISION_BF16) {
+        halves_t half;
+        memcpy(&half, from + 2 * i, sizeof half);
+        return (vf)(__builtin_convertvector(half, words_t) << 16);
+    }
+    return decode(precision, from + i) * scale;
+}
+
+VF_INLINE void
+dequantise_block(work_t *work, const dcp_precision_t precision, const int accumulate,
+                 const uint8_t *from, float scale, int hadamard, int count, float *out)
+{
+    if (precision == DCP_PRECISION_INT4) {
+        unpack(work->code, from, count);
+        from = work->code;
+    } else if (count < BLOCK) {
+        memset(work->value, 0, sizeof work->value);
+        memcpy(work->value, from, (size_t)bytes_of(precision, count));
+        from = (const uint8_t *)work->value;
+    }
+    if (count == BLOCK && !hadamard) {
+        for (int i = 0; i < BLOCK; i += VF) {
+            put(out + i, value_at(precision, from, i, scale), accumulate);
+        }
+        return;
+    }
+    for (int i = 0; i < BLOCK; i += VF) {
+        vf_store(work->turned + i, value_at(precision, from, i, scale));
+    }
+    if (hadamard) {
+        rotation_turn_back(work->turned, work->signs, count);
+    }
+    if (count == BLOCK) {
+        for (int i = 0; i < BLOCK; i += VF) {
+            put(out + i, vf_load(work->turned + i), accumulate);
+        }
+        return;
+    }
+    for (int i = 0; i < count; i++) {
+        out[i] = accumulate ? out[i] + work->turned[i] : work->turned[i];
+    }
+}
+
+VF_INLINE void
+dequantise_blocks(const dcp_dequantise_args_t *args, const quantise_key_t *key,
+                  int64_t first, int64_t last, const dcp_precision_t precision,
+                  const int accumulate)
+{
+    const int scaled = is_scaled(precision);
+    int64_t block_count = (args->count - 1) / BLOCK + 1;
+    const uint8_t *scales = args->codes;
+    const uint8_t *codes = scaled ? scales + 4 * block_count : scales;
+    work_t work;
+    memcpy(work.signs, key->signs, sizeof work.signs);
+    for (int64_t i = first; i < last; i++) {
+        int64_t start = i * BLOCK, left = args->count - start;
+        float scale = 1.0f;
         if (scaled) {
-            float scale;
-            memcpy(&scale, codes + block * 4, sizeof scale);
-            unpack(&s, precision, count, from);
-            decode_values(&s, precision, scale);
-            if (args->hadamard) {
-                walsh_pieces(s.rotated, count);
-                flip(args->seed, s.rotated);
-            }
-        } else if (precision == DCP_PRECISION_FP32) {
-            memcpy(s.rotated, from, (size_t)count * sizeof(float));
-        } else {
-            uint16_t halves[BLOCK];
-            memcpy(halves, from, (size_t)count * sizeof(uint16_t));
-            for (int i = 0; i < count; i++) {
-                s.rotated[i] = float_of((int32_t)((uint32_t)halves[i] << 16));
-            }
+            memcpy(&scale, scales + 4 * i, sizeof scale);
         }
-        float *out = args->out + start;
-        for (int i = 0; i < count; i++) {
-            out[i] = args->accumulate ? out[i] + s.rotated[i] : s.rotated[i];
-        }
+        dequantise_block(&work, precision, accumulate,
+                         codes + bytes_of(precision, start), scale,
+                         scaled && args->hadamard && scale == scale,
+                         left < BLOCK ? (int)left : BLOCK, args->out + start);
     }
 }
 
 static void
-dequantise(const dcp_dequantise_args_t *args, int64_t first, int64_t last)
+dequantise(const dcp_dequantise_args_t *args, const quantise_key_t *key, int64_t first,
+           int64_t last)
 {
     switch (args->precision) {
-#define CASE(name)                                                  \
-    case DCP_PRECISION_##name:                                      \
-        dequantise_blocks(args, first, last, DCP_PRECISION_##name); \
+#define CASE(name)                                                              \
+    case DCP_PRECISION_##name:                                                  \
+        if (args->accumulate) {                                                 \
+            dequantise_blocks(args, key, first, last, DCP_PRECISION_##name, 1); \
+        } else {                                                                \
+            dequantise_blocks(args, key, first, last, DCP_PRECISION_##name, 0); \
+        }                                                                       \
         break;
         CASE(FP32)
         CASE(BF16)
