@@ -162,3 +162,66 @@ def test_collectives(size: int, benchmark: Any) -> None:
     info["to_reach"] = {"windows_of_copy_bandwidth": 0.75, **REACH} if size == 2 else None
     for key in ("milliseconds", "ratio", "gigabytes_per_s", "windows_of_copy_bandwidth", "absent"):
         print(f"{size} ranks, {key}: {info[key]}")
+
+
+PRECISIONS = ("fp32", "bf16", "fp8_e4m3", "int8", "int4")
+
+
+def quantised(world: dcp.World) -> dict[str, dict[str, float]]:
+    """Per precision, medians of this rank: milliseconds in all, of codecs, of moving; bytes sent.
+
+    "messages": fp32 through the communicator's own reduce_scatterv.
+    """
+    counts = np.array(ragged(world.size))
+    rng = np.random.default_rng(world.rank)
+    x = rng.standard_normal(COUNT, dtype=np.float32)
+    residual, out = np.zeros_like(x), np.empty(counts[world.rank], np.float32)
+    exact = world.reduce_scatterv(x, counts)
+    sent = 4 * (COUNT - int(counts[world.rank]))
+    rows: dict[str, list[dict[str, float]]] = {"messages": []}
+    for _ in range(REPEATS):
+        world.barrier()
+        start = time.perf_counter()
+        world.reduce_scatterv(x, counts, out=out)
+        world.barrier()
+        rows["messages"].append({"all_ms": 1e3 * (time.perf_counter() - start), "sent": sent})
+    for precision in PRECISIONS:
+        rows[precision] = []
+        for step in range(REPEATS):
+            residual[:] = 0
+            world.barrier()
+            start = time.perf_counter()
+            arguments = (precision, False, False, residual, 1, step, 1)
+            _, figures = world._quantised_reduce(x, counts, *arguments, out)
+            world.barrier()
+            rows[precision].append(
+                {
+                    "all_ms": 1e3 * (time.perf_counter() - start),
+                    "codec_ms": 1e3 * figures["codec_s"],
+                    "move_ms": 1e3 * figures["move_s"],
+                    "sent": figures["sent_bytes"],
+                }
+            )
+        error = float(np.linalg.norm(out - exact) / np.linalg.norm(exact))
+        assert error < {"int4": 0.2, "fp32": 1e-12}.get(precision, 0.03), (precision, error)
+    return {
+        name: {key: float(np.median([r[key] for r in found])) for key in found[0]}
+        for name, found in rows.items()
+    }
+
+
+def test_quantised_reduction(benchmark: Any) -> None:
+    """64 MB, ragged, 2 ranks, with error feedback: few bits against fp32 messages and Gloo."""
+    size = 2
+    results: list[dict[str, dict[str, float]]] = []
+    benchmark.pedantic(lambda: results.extend(dcp.launch(quantised, size)), rounds=1, iterations=1)
+    rows = {
+        name: {key: round(max(r[name][key] for r in results), 2) for key in results[0][name]}
+        for name in results[0]
+    }
+    command = peer_commands(size).get("gloo")
+    if command is not None:
+        rows["gloo_fp32"] = {"all_ms": round(1e3 * run_peer(command)["reduce_scatter"], 2)}
+    benchmark.extra_info["quantised_reduce_scatter"] = rows
+    for name, row in rows.items():
+        print(f"{name:10} {row}")
