@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcp import _dcp
 from dcp._dcp import ArgumentError
+from dcp._pyplot import pyplot
 
 if TYPE_CHECKING:
     from dcp.controller import DecisionLog
@@ -35,14 +35,6 @@ _PRECISIONS = {
     "int8": "#f2a541",
     "int4": "#1a7f5a",
 }
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise _dcp.UnsupportedError("a plot needs matplotlib: pip install 'dcp[viz]'") from error
-    return plt
 
 
 def draw_sweep(sweep: Sweep) -> Any:
@@ -81,7 +73,7 @@ def draw_sweep(sweep: Sweep) -> Any:
     policies = [p for p in _POLICIES if p != "oracle" and any(key[3] == p for key in ratios)]
     if not policies:
         raise ArgumentError("a picture needs the oracle and another policy beside it")
-    plt = _pyplot()
+    plt = pyplot()
     bases = list(dict.fromkeys(r.base for r in sweep.results))
     dwells = sorted({r.dwell_s for r in sweep.results})
     jobs = sorted({r.congestion for r in sweep.results})
@@ -221,7 +213,7 @@ def draw_decisions(log: DecisionLog) -> Any:
     >>> figure.axes[0].get_ylabel()
     'batch multiple'
     """
-    plt = _pyplot()
+    plt = pyplot()
     rows = log.rows()
     ends = [row["seconds"] for row in rows]
     starts = [0.0, *ends[:-1]]

@@ -30,7 +30,6 @@ REASONS = {
     16: "its error is too large",
     32: "the loss rises",
     64: "step skipped",
-    128: "from a log",
 }
 
 
@@ -67,8 +66,8 @@ class Controller:
     error_limit : float
         A precision of greater relative squared error is not used.
     slope_limit : float
-        A precision after whose choice the loss falls more slowly by so many standard errors is left
-        for a while; 0: never.
+        A precision after whose choice the loss rises, by so many standard errors of its slope, is
+        left for a while; 0: never.
 
     Raises
     ------

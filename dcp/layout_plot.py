@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcp import _dcp
+from dcp._pyplot import pyplot
 
 if TYPE_CHECKING:
     from dcp.layout import Layout
@@ -40,14 +40,6 @@ _PADDING = {"facecolor": "white", "edgecolor": "0.55", "hatch": "////", "linewid
 _MOST_ROWS = 48  # of ranks that are drawn one by one
 _MOST_NAMES = 14  # tensors that have a colour each, where kinds say too little
 _ROW_COLOURS = ("#17496b", "#2b8cbe", "#5fb7c5", "#9bd3a5", "#d3e58f")
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise _dcp.UnsupportedError("a plot needs matplotlib: pip install 'dcp[viz]'") from error
-    return plt
 
 
 def kind_of(name: str) -> str:
@@ -91,7 +83,7 @@ def draw_layout(layout: Layout, *, ax: Any = None, title: str | None = None) -> 
     >>> draw_layout(layout).get_ylabel()
     'rank'
     """
-    plt = _pyplot()
+    plt = pyplot()
     rows = _drawn_ranks(layout.ranks)
     if ax is None:
         height = 1.6 + 0.3 * min(len(rows), 12) + 0.12 * max(0, len(rows) - 12)
@@ -271,7 +263,7 @@ def draw_model(
     """
     from dcp.layout_groups import is_layer
 
-    plt = _pyplot()
+    plt = pyplot()
     ranks, rows, buffers = min(plans, key=lambda plan: (plan[0], -plan[1]))
     buffer = max(buffers, key=lambda b: (is_layer(b.group), b.layout.used_elements))
     drawn = len(_drawn_ranks(ranks))
@@ -315,7 +307,7 @@ def draw_curves(
     >>> [text.get_text() for text in ax.get_legend().get_texts()]
     ['dcp, 1 row', 'FSDP2']
     """
-    plt = _pyplot()
+    plt = pyplot()
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     if ax is None:

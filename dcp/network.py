@@ -154,8 +154,8 @@ class NetworkRun:
 
         Raises
         ------
-        ImportError
-            matplotlib is not there: ``pip install dcp[viz]``.
+        dcp.UnsupportedError
+            matplotlib is not installed.
 
         Examples
         --------
@@ -165,10 +165,10 @@ class NetworkRun:
         >>> run.plot().get_xlabel()
         'seconds'
         """
-        from dcp.viz import _pyplot
+        from dcp._pyplot import pyplot
 
         if ax is None:
-            _, ax = _pyplot().subplots(figsize=(8, 3), layout="constrained")
+            _, ax = pyplot().subplots(figsize=(8, 3), layout="constrained")
         ax.barh(range(len(self.start_s)), self.end_s - self.start_s, left=self.start_s)
         for row, (end, jobs) in enumerate(zip(self.end_s, self.present, strict=True)):
             ax.text(end, row, f" {jobs} jobs" if jobs else "", va="center", fontsize=8)

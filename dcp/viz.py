@@ -14,7 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dcp._dcp import ArgumentError, UnsupportedError
+from dcp._dcp import ArgumentError
+from dcp._pyplot import pyplot
 
 __all__ = ["loss_curve", "plan_html", "plan_lines", "plan_picture", "plan_text", "speedup_picture"]
 
@@ -713,13 +714,7 @@ def loss_curve(steps: str | Path | Iterable[Any], *, ax: Any = None) -> Any:
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UnsupportedError(
-            "pictures need matplotlib: pip install 'dcp[viz]' (plan_text needs nothing)"
-        ) from error
-    return plt
+    return pyplot("pictures need matplotlib: pip install 'dcp[viz]' (plan_text needs nothing)")
 
 
 def _axes(ax: Any, *, size: tuple[float, float]) -> tuple[Any, Any]:

@@ -16,9 +16,8 @@ _REASONS = {
     4: "bandwidth jumped",
     8: "steps took other times than predicted",
     16: "error of a precision too great",
-    32: "loss fell more slowly",
+    32: "loss rises",
     64: "step was not finite",
-    128: "taken from a log",
 }
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import click
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.arm_panel import bandwidth_text
 from dcp.cli.clusters import show_on, writable
+from dcp.cli.show import counting
 
 
 @click.group("control")
@@ -182,7 +181,7 @@ def simulate(
     setup = _setup(sets)
     if target is not None:
         setup = dataclasses.replace(setup, target_loss=target)
-    with _progress() as on_done:
+    with counting("simulating") as on_done:
         sweep = time_to_loss.sweep(
             chosen,
             congestion=_numbers(congestion, "--congestion", 0, "0,1,2,3,4"),
@@ -204,20 +203,6 @@ def simulate(
         "setup": dataclasses.asdict(setup),
         "published": {"decoupled_over_joint": list(time_to_loss.PUBLISHED_BAND)},
     }
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("simulating")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _save(figure: Any, path: str) -> None:

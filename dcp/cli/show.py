@@ -1,8 +1,12 @@
-"""How numbers are shown to a person."""
+"""How numbers, and the work behind them, are shown to a person."""
 
 from __future__ import annotations
 
-__all__ = ["duration", "size"]
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+__all__ = ["counting", "duration", "size"]
 
 
 def size(count: int | None) -> str:
@@ -22,3 +26,17 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+@contextlib.contextmanager
+def counting(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import cluster, cluster_options, show_on, strategies, writable
+from dcp.cli.show import counting
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> list[int]:
@@ -130,7 +128,7 @@ def command(
             f"--straggler {max(stragglers)}: with {min(devices)} devices ranks end at "
             f"{min(devices) - 1}"
         )
-    with _progress() as on_progress:
+    with counting("planning") as on_progress:
         result = simulate.training(
             where.cost,
             lengths,
@@ -151,20 +149,6 @@ def command(
         _draw(result, plot, base)
     _show(result, where, base, json_to)
     return result.to_json()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("planning")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _draw(result: Any, path: str, base: str) -> None:

@@ -68,11 +68,10 @@ typedef struct dcp_control_options {
     double noise_mean;     /* weight of the newest noise numbers: 0.05 */
     int32_t noise_steps;   /* observations before the multiple may leave the least: 8 */
     int32_t dwell_steps;   /* least steps between two changes of arm: 2 */
-    double
-        error_limit; /* a precision of greater w1 is not used: 0.5; feedback or not */
-    double slope_limit; /* veto by the loss: where its slope since a change to fewer
-                           bits is worse by so many standard errors, that precision is
-                           left for a while: 4; 0: off */
+    double error_limit;    /* a precision of greater w1 is not used: 0.5 */
+    double slope_limit;    /* veto by the loss: where it rises, since a change to fewer
+                              bits,    by so many standard errors of its slope, that precision
+                              is    left for a while; 0: off */
 } dcp_control_options_t;
 
 /* What one step showed; the same on all ranks. Times in seconds, of the slowest rank. A
@@ -113,7 +112,6 @@ enum {
     DCP_REASON_ERROR = 16,   /* a precision is vetoed by its error */
     DCP_REASON_SLOPE = 32,   /* ... by the loss */
     DCP_REASON_SKIPPED = 64, /* the step was not finite: nothing was learnt of it */
-    DCP_REASON_REPLAY = 128, /* taken from a log */
 };
 
 typedef struct dcp_decision {
