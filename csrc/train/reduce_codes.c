@@ -142,6 +142,7 @@ train_reduce_codes(dcp_sharded_t *sharded, const dcp_step_args_t *args)
         sharded->residual_left = args->precision != DCP_PRECISION_FP32;
     }
     sharded->reduced_bytes += result.received_bytes;
+    sharded->reduce_count++;
     sharded->moved = (train_moved_t){
         .codec_ns = result.codec_ns,
         .reduce_ns = result.move_ns,

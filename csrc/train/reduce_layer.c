@@ -152,6 +152,7 @@ train_reduce_leave(dcp_sharded_t *sharded, dcp_queue_t *queue, int32_t group)
                              &addition));
         sharded->reduced_bytes += train_received_bytes(sharded, group);
     }
+    sharded->reduce_count += group == 0; /* the last of a pass */
     return group == 0 && addition.window != NULL ? dcp_comm_barrier(sharded->comm)
                                                  : DCP_OK;
 }

@@ -70,6 +70,7 @@ reduce_exactly(dcp_sharded_t *sharded)
     dcp_comm_traffic_t before = dcp_comm_traffic(sharded->comm);
     int64_t start = dcp_clock_ns();
     DCP_TRY(dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool));
+    sharded->reduce_count++;
     dcp_comm_traffic_t after = dcp_comm_traffic(sharded->comm);
     sharded->moved.reduce_ns = after.call_count > before.call_count
                                    ? after.move_ns - before.move_ns
@@ -108,6 +109,7 @@ accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns
     sharded->training = 1;
     sharded->hook_ns = sharded->gathered_bytes = sharded->reduced_bytes = 0;
     sharded->gather_ns = 0;
+    sharded->reduce_count = sharded->accumulated ? sharded->reduce_count : 0;
     dcp_status_t status = train_compute(sharded, args, busy_ns, loss_p);
     sharded->training = 0;
     return status;
@@ -213,7 +215,7 @@ dcp_sharded_step(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *b
     result.wall_ns = dcp_clock_ns() - start;
     result.gathered_bytes = sharded->gathered_bytes;
     result.reduced_bytes = sharded->reduced_bytes;
-    result.reduce_count = sharded->reduce_layer ? args->batch_count : 1;
+    result.reduce_count = sharded->reduce_count;
     sharded->has_observation = args->statistics != 0;
     sharded->observation = result.observation;
     *result_p = result;

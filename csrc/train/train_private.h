@@ -59,6 +59,7 @@ struct dcp_sharded {
     int64_t *round_words;                  /* owned, [ranks] */
     int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
     int64_t gather_ns;                     /* of moving weights in it */
+    int64_t reduce_count;                  /* of the step, with what it accumulated */
 
     /* compute.c */
     int32_t accumulated; /* gradients hold earlier passes, which the step includes */

@@ -378,3 +378,33 @@ def test_residuals_of_another_world_are_added_up(tmp_path: Path) -> None:
         assert len(after) == len(before)
         for a, b in zip(before, after, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "precision", "passes"),
+    [("step", "fp32", 1), ("step", "int8", 1), ("layer", "fp32", 2)],
+)
+def test_reductions_are_counted(reduce: Any, precision: str, passes: int) -> None:
+    """Two micro-batches a rank: summed once a step, or once a micro-batch."""
+    config = dcp.Transformer1D.preset("tiny", num_hidden_layers=1)
+
+    def work(world: Any) -> tuple[int, int]:
+        text = dcp.data.TextFiles("stdlib", max_length=256)
+        cost = dcp.CostModel.for_model(config)
+        options: dict[str, Any] = {"tokens_per_step": 2048, "rounds": True, "max_tokens": 512}
+        data = next(iter(dcp.Loader(text, world, cost, **options)))
+        with dcp.fully_shard(config, world, reduce=reduce) as model:
+            result = model.step(
+                data.micro_batches,
+                scale=data.scale,
+                trainable=data.trainable,
+                lr=0.01,
+                step=0,
+                optimizer=dcp.optim.AdamW(lr=0.01),
+                plan_hash=data.plan.hash,
+                groups=data.plan.groups,
+                precision=precision,
+            )
+        return len(data.micro_batches), result.reduce_count
+
+    assert dcp.launch(work, 2) == [(2, passes)] * 2

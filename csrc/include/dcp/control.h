@@ -69,9 +69,9 @@ typedef struct dcp_control_options {
     int32_t noise_steps;   /* observations before the multiple may leave the least: 8 */
     int32_t dwell_steps;   /* least steps between two changes of arm: 2 */
     double error_limit;    /* a precision of greater w1 is not used: 0.5 */
-    double slope_limit;    /* veto by the loss: where it rises, since a change to fewer
-                              bits,    by so many standard errors of its slope, that precision
-                              is    left for a while; 0: off */
+    double slope_limit; /* veto by the loss: where it rises by so many standard errors
+                           of its slope, since a change to fewer bits, that precision
+                           is left for a while; 0: off */
 } dcp_control_options_t;
 
 /* What one step showed; the same on all ranks. Times in seconds, of the slowest rank. A
