@@ -84,7 +84,8 @@ class StepResult:
     gathered_bytes, reduced_bytes : int
         What this rank received of others: weights to gather layers, gradients to sum them.
     reduce_count : int
-        Reductions of the step: 1, or with ``reduce="layer"`` one a micro-batch.
+        Reductions of the step, counted: 1, or with ``reduce="layer"`` one a micro-batch; 0 where
+        gradients were not finite and so no codes were sent.
     statistics_s : float
         Seconds that measuring took this rank.
     observation : dict or None
@@ -483,7 +484,8 @@ class ShardedModel:
             Round to nearest instead of stochastically.
         feedback : bool
             Keep what the codes leave out (4 bytes a parameter on every rank, from the first such
-            step on) and add it to what is sent next; in fp32 all of it is sent.
+            step on) and add it to what is sent next; in fp32 all of it is sent. Without, what was
+            kept before is added once. A step without trainable tokens leaves it as it is.
         quantise_seed : int
             Of the random bits; with the step's number and the rank it decides them.
         statistics : bool
@@ -534,7 +536,8 @@ class ShardedModel:
         """What quantising left out so far on this rank, whole tensors, as writable views.
 
         Empty before the first step with `feedback` in fewer bits than fp32; with `make`,
-        *collective*, there is one from now on, zero. Every rank has its own.
+        *collective*, there is one from now on, zero at first, and the next step sends what was
+        written. Every rank has its own.
         """
         return self._runs(self._core.residual(make))
 
@@ -547,6 +550,7 @@ class ShardedModel:
         plan_hash: str = "0",
         dropout_seed: int = 0,
         groups: Sequence[tuple[int, int]] = (),
+        statistics: bool = False,
     ) -> float:
         """Add this rank's micro-batches to the gradients, without an update. Collective.
 
@@ -554,7 +558,8 @@ class ShardedModel:
         one call with all micro-batches, in this order, would do. Ranks exchange the loss and no
         gradients, unless ``reduce="layer"``, where every pass sums its layers' gradients as always.
         Dropout masks depend on `row_ids`, which should differ between the calls of one step.
-        Checkpoints do not hold what is accumulated.
+        Checkpoints do not hold what is accumulated. Where the step measures `statistics`, so must
+        these calls, or its observation has no squares of micro-batches (None).
 
         Returns
         -------
@@ -569,6 +574,7 @@ class ShardedModel:
                 plan_hash=int(plan_hash, 16) & 0xFFFFFFFFFFFFFFFF,
                 dropout_seed=dropout_seed,
                 groups=groups,
+                statistics=statistics,
             )
         )
 
@@ -710,6 +716,12 @@ def fully_shard(
         Of a model without windows: how many groups of tensors are gathered ahead, 0 or 1, while a
         pass computes. 1 holds a second group and takes a thread; it pays where links, not the cores
         that also compute, do the gathering. Results are the same bits.
+    gather : {"layer", "step"}
+        Of a model without windows: whether gathered weights are dropped as a pass leaves them, or
+        stay until they change, which moves them once a step and holds a whole copy.
+    machine_ranks : int
+        Ranks of one machine, in a row; divides the ranks. Above 1 gradients in few bits are first
+        summed in fp32 among the ranks of a machine: only machines exchange codes.
 
     Returns
     -------

@@ -306,6 +306,44 @@ dcp_controller_decide(dcp_controller_t *controller, const dcp_control_world_t *w
     return DCP_OK;
 }
 
+/* What runs is what the world decided: this state machine goes on from there. Where all
+ * ranks decide alike, as they do but for the last bit of an exp, nothing changes. */
+static dcp_status_t
+take_over(dcp_controller_t *controller, const dcp_decision_t *decision)
+{
+    control_state_t *state = &controller->state;
+    int32_t precision = 0, multiple = 0;
+    while (precision < controller->options.precision_count
+           && controller->precisions[precision] != decision->arm.precision) {
+        precision++;
+    }
+    while (multiple < controller->options.multiple_count
+           && controller->multiples[multiple] != decision->arm.multiple) {
+        multiple++;
+    }
+    if (precision == controller->options.precision_count
+        || multiple == controller->options.multiple_count) {
+        const char *name = dcp_precision_name(decision->arm.precision);
+        return DCP_FAIL(DCP_ERR_MISMATCH,
+                        "step %lld is to run with %s x %d, which is not on this "
+                        "controller's grid: all ranks must have the same settings",
+                        (long long)decision->step, name != NULL ? name : "(none)",
+                        (int)decision->arm.multiple);
+    }
+    if (precision != state->precision) {
+        control_veto_restart(state);
+    }
+    if (precision != state->precision || multiple != state->multiple) {
+        state->precision = precision;
+        state->multiple = multiple;
+        state->arm_steps = 0;
+        state->above = state->below = 0;
+        state->alarms = 0;
+    }
+    state->lr_factor = decision->lr_factor;
+    return DCP_OK;
+}
+
 dcp_status_t
 dcp_controller_step(dcp_controller_t *controller, const dcp_control_world_t *world,
                     dcp_decision_t *decision_p)
@@ -313,7 +351,8 @@ dcp_controller_step(dcp_controller_t *controller, const dcp_control_world_t *wor
     dcp_observation_t observation;
     DCP_TRY(world->observe(world->context, &observation));
     DCP_TRY(dcp_controller_decide(controller, world, &observation, decision_p));
-    return world->apply(world->context, decision_p);
+    DCP_TRY(world->apply(world->context, decision_p));
+    return take_over(controller, decision_p);
 }
 
 /* What a state belongs to. */

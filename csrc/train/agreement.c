@@ -12,11 +12,12 @@
 #include <inttypes.h>
 #include <string.h>
 
-enum { SETTINGS = 10 };
+enum { SETTINGS = 11 };
 
 static const char *const names[SETTINGS] = {
-    "block_rows", "no_windows",  "reduce_layer",      "forward_only", "initialise",
-    "prefetch",   "gather_step", "sequence_parallel", "the model",    "what is frozen",
+    "block_rows",    "no_windows", "reduce_layer",   "forward_only",
+    "initialise",    "prefetch",   "gather_step",    "sequence_parallel",
+    "machine_ranks", "the model",  "what is frozen",
 };
 
 /* FNV-1a. */
@@ -116,6 +117,7 @@ train_agree_on_options(const dcp_sharded_t *sharded,
         sharded->prefetch,
         sharded->gather_step,
         (int64_t)options->sequence_kind,
+        sharded->machine_ranks,
         (int64_t)hash_model(&sharded->config),
         (int64_t)hash_bytes(hash_start, sharded->frozen, (size_t)sharded->tensor_count),
     };

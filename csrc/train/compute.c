@@ -46,6 +46,8 @@ train_compute(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy
     step_record_t own = {.step = args->step,
                          .batch_count = args->batch_count,
                          .loss = sharded->own_loss};
+    sharded->measured =
+        args->statistics && (!sharded->accumulated || sharded->measured);
     if (args->statistics) {
         DCP_TRY(train_statistics_begin(sharded));
     }

@@ -1,25 +1,27 @@
 /* The world that a controller sees while training: its observations are those of
  * statistics.c, its decisions rank 0's.
  *
- * All ranks run the same state machine on the same observations. Only codec times could
- * differ between them, so rank 0 measures these once, at the first observation, on as
- * many elements as the model sends, and tells them. */
+ * All ranks run the same state machine on the same observations, so all come to rank
+ * 0's decision themselves; a rank that does not (its processor's exp rounds otherwise)
+ * takes it over, state included (dcp_controller_step), and one that decides for another
+ * step ends the run. Only codec times could differ, so rank 0 measures these once, at
+ * the first observation, on a sample, as the step quantised, and tells them. */
 #include "train_private.h"
 
 #include "dcp/alloc.h"
 #include "dcp/clock.h"
 #include "dcp/kernels.h"
 
-#include <math.h>
-#include <string.h>
+#include <inttypes.h>
 
 enum { CODEC_ELEMENTS = 1 << 18, CODEC_ROUNDS = 3 };
 
 /* Best of a few: quantising and decoding `count` elements. */
 static dcp_status_t
-time_codec(dcp_pool_t *pool, dcp_precision_t precision, const float *x, float *out,
-           void *codes, int64_t count, int64_t *best_ns_p)
+time_codec(const dcp_sharded_t *sharded, dcp_precision_t precision, const float *x,
+           float *out, void *codes, int64_t count, int64_t *best_ns_p)
 {
+    dcp_pool_t *pool = sharded->pool;
     *best_ns_p = INT64_MAX;
     for (int round = 0; round < CODEC_ROUNDS; round++) {
         int64_t start = dcp_clock_ns();
@@ -28,11 +30,14 @@ time_codec(dcp_pool_t *pool, dcp_precision_t precision, const float *x, float *o
                                            .x = x,
                                            .codes = codes,
                                            .precision = precision,
+                                           .hadamard = sharded->hadamard,
+                                           .nearest = sharded->nearest,
                                        }));
         DCP_TRY(dcp_cpu_dequantise(pool, &(dcp_dequantise_args_t){
                                              .count = count,
                                              .codes = codes,
                                              .precision = precision,
+                                             .hadamard = sharded->hadamard,
                                              .accumulate = 1,
                                              .out = out,
                                          }));
@@ -53,15 +58,19 @@ measure_codecs(const dcp_sharded_t *sharded, double *codec_s)
     for (int64_t i = 0; i < count; i++) {
         x[i] = (float)((i * 2654435761u) % 1000) * 1e-3f - 0.5f;
     }
-    double ranks = dcp_comm_size(sharded->comm);
-    double sent =
-        (double)dcp_dbuffer_layout_elements(sharded->layout) * (ranks - 1) / ranks;
+    double sent = 0;
+    for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(sharded->layout); g++) {
+        if (train_group_is_trained(sharded, g)) {
+            sent += (double)(train_machine_count(sharded) - 1)
+                    * (double)dcp_dbuffer_layout_group(sharded->layout, g).shard;
+        }
+    }
     dcp_status_t status = DCP_OK;
     codec_s[DCP_PRECISION_FP32] = 0.0;
     for (int q = DCP_PRECISION_BF16; q < DCP_PRECISION_COUNT && status == DCP_OK; q++) {
         int64_t ns;
-        status = time_codec(sharded->pool, (dcp_precision_t)q, x, out, out + count,
-                            count, &ns);
+        status =
+            time_codec(sharded, (dcp_precision_t)q, x, out, out + count, count, &ns);
         codec_s[q] = (double)ns * 1e-9 * sent / (double)count;
     }
     dcp_free(memory);
@@ -101,18 +110,33 @@ static dcp_status_t
 apply(void *context, dcp_decision_t *decision_p)
 {
     dcp_sharded_t *sharded = context;
-    return dcp_comm_broadcast(sharded->comm, decision_p, (int64_t)sizeof *decision_p,
-                              DCP_U8, 0);
+    int64_t own_step = decision_p->step;
+    DCP_TRY(dcp_comm_broadcast(sharded->comm, decision_p, (int64_t)sizeof *decision_p,
+                               DCP_U8, 0));
+    if (decision_p->step != own_step) {
+        dcp_status_t status =
+            DCP_FAIL(DCP_ERR_MISMATCH,
+                     "rank 0 decides for step %" PRId64 ", rank %d for step %" PRId64,
+                     decision_p->step, (int)dcp_comm_rank(sharded->comm), own_step);
+        dcp_comm_abort(sharded->comm, dcp_last_error()); /* rank 0 does not know */
+        return status;
+    }
+    return DCP_OK;
 }
 
+/* Codes go between machines; fp32 is summed as it lies, over all ranks. */
 static double
 reduce_bytes(void *context, dcp_precision_t precision)
 {
     const dcp_sharded_t *sharded = context;
-    double ranks = dcp_comm_size(sharded->comm), sum = 0;
+    double peers = precision == DCP_PRECISION_FP32 ? dcp_comm_size(sharded->comm) - 1
+                                                   : train_machine_count(sharded) - 1;
+    double sum = 0;
     for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(sharded->layout); g++) {
         int64_t shard = dcp_dbuffer_layout_group(sharded->layout, g).shard;
-        sum += (ranks - 1) * (double)dcp_precision_bytes(precision, shard);
+        sum += train_group_is_trained(sharded, g)
+                   ? peers * (double)dcp_precision_bytes(precision, shard)
+                   : 0.0;
     }
     return sum;
 }

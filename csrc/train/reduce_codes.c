@@ -5,7 +5,10 @@
  * for everything that it sends. A gradient that is not finite on any rank is not sent
  * at all (compute.c has told everybody), so residuals never take one in. Once gradients
  * travel in fp32 again what is left is added to them, and the plain reduction goes on
- * after that. Cost: 4 bytes a parameter from the first step with feedback on. */
+ * after that. A step without trainable tokens ends in no update, so it takes nothing of
+ * residuals; one without feedback adds what is left to this rank's gradients first.
+ * Groups that nobody trains are not sent. Cost: 4 bytes a parameter from the first step
+ * with feedback on. */
 #include "train_private.h"
 
 #include "dcp/alloc.h"
@@ -17,13 +20,11 @@ dcp_sharded_need_residual(dcp_sharded_t *sharded)
         return DCP_FAIL(DCP_ERR_STATE,
                         "residuals belong to gradients that are reduced once a step");
     }
-    if (sharded->residual != NULL) {
-        return DCP_OK;
-    }
-    DCP_TRY(dcp_dbuffer_create(sharded->comm, sharded->layout, DCP_DBUFFER_LOCAL,
-                               &sharded->residual));
-    sharded->residual_left = 1;
-    return DCP_OK;
+    sharded->residual_left = 1; /* the caller may write it */
+    return sharded->residual != NULL
+               ? DCP_OK
+               : dcp_dbuffer_create(sharded->comm, sharded->layout, DCP_DBUFFER_LOCAL,
+                                    &sharded->residual);
 }
 
 const dcp_dbuffer_t *
@@ -33,10 +34,22 @@ dcp_sharded_residual(const dcp_sharded_t *sharded)
 }
 
 bool
+train_sends_residual(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
+{
+    return sharded->residual != NULL && sharded->residual_left
+           && args->trainable_count > 0;
+}
+
+bool
 train_reduces_codes(const dcp_sharded_t *sharded, const dcp_step_args_t *args)
 {
-    return args->precision != DCP_PRECISION_FP32
-           || (args->feedback && sharded->residual != NULL && sharded->residual_left);
+    return args->precision != DCP_PRECISION_FP32 || train_sends_residual(sharded, args);
+}
+
+int32_t
+train_machine_count(const dcp_sharded_t *sharded)
+{
+    return dcp_comm_size(sharded->comm) / sharded->machine_ranks;
 }
 
 dcp_status_t
@@ -66,14 +79,12 @@ need_reducer(dcp_sharded_t *sharded)
 {
     return sharded->reducer != NULL
                ? DCP_OK
-               : dcp_reducer_create(sharded->comm,
-                                    sharded->machine_ranks > 1 ? sharded->machine_ranks
-                                                               : 1,
+               : dcp_reducer_create(sharded->comm, sharded->machine_ranks,
                                     &sharded->reducer);
 }
 
-/* One segment a group; counts [groups * ranks]. */
-static void
+/* One segment a group that is trained; counts [groups * ranks]. */
+static int64_t
 set_segments(const dcp_sharded_t *sharded, bool feedback,
              dcp_reduce_segment_t *segments, int64_t *counts)
 {
@@ -81,19 +92,25 @@ set_segments(const dcp_sharded_t *sharded, bool feedback,
     float *data = dcp_dbuffer_data(gradients);
     float *residual = feedback ? dcp_dbuffer_data(sharded->residual) : NULL;
     int32_t ranks = dcp_comm_size(sharded->comm);
+    int64_t found = 0;
     for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(sharded->layout); g++) {
         dcp_dbuffer_group_t group = dcp_dbuffer_layout_group(sharded->layout, g);
-        for (int32_t rank = 0; rank < ranks; rank++) {
-            counts[(int64_t)g * ranks + rank] = group.shard;
+        if (!train_group_is_trained(sharded, g)) {
+            continue;
         }
-        segments[g] = (dcp_reduce_segment_t){
+        for (int32_t rank = 0; rank < ranks; rank++) {
+            counts[found * ranks + rank] = group.shard;
+        }
+        segments[found] = (dcp_reduce_segment_t){
             .data = data + group.start,
-            .counts = counts + (int64_t)g * ranks,
+            .counts = counts + found * ranks,
             .residual = residual != NULL ? residual + group.start : NULL,
             .out = dcp_dbuffer_slice(gradients, g),
             .first = group.start,
         };
+        found++;
     }
+    return found;
 }
 
 static dcp_status_t
@@ -106,22 +123,46 @@ make_segments(const dcp_sharded_t *sharded, bool feedback, void **memory_p,
                           + words * (int64_t)sizeof(int64_t),
                       "segments of a reduction", memory_p));
     *segments_p = *memory_p;
-    *segment_count_p = groups;
-    set_segments(sharded, feedback, *segments_p, (int64_t *)(*segments_p + groups));
+    *segment_count_p =
+        set_segments(sharded, feedback, *segments_p, (int64_t *)(*segments_p + groups));
     return DCP_OK;
+}
+
+/* What is left goes to this rank's gradients, exactly; no residual then. */
+static void
+add_residual(dcp_sharded_t *sharded)
+{
+    float *data = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]);
+    float *residual = dcp_dbuffer_data(sharded->residual);
+    for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(sharded->layout); g++) {
+        dcp_dbuffer_group_t group = dcp_dbuffer_layout_group(sharded->layout, g);
+        int64_t end = group.start + dcp_comm_size(sharded->comm) * group.shard;
+        if (!train_group_is_trained(sharded, g)) {
+            continue;
+        }
+        for (int64_t i = group.start; i < end; i++) {
+            data[i] += residual[i];
+            residual[i] = 0.0f;
+        }
+    }
+    sharded->residual_left = 0;
 }
 
 dcp_status_t
 train_reduce_codes(dcp_sharded_t *sharded, const dcp_step_args_t *args)
 {
-    if (args->feedback) {
+    bool feedback = args->feedback && args->trainable_count > 0;
+    if (feedback) {
         DCP_TRY(dcp_sharded_need_residual(sharded));
     }
     DCP_TRY(need_reducer(sharded));
+    if (!feedback && train_sends_residual(sharded, args)) {
+        add_residual(sharded);
+    }
     void *memory;
     dcp_reduce_segment_t *segments;
     int64_t count;
-    DCP_TRY(make_segments(sharded, args->feedback != 0, &memory, &segments, &count));
+    DCP_TRY(make_segments(sharded, feedback, &memory, &segments, &count));
     dcp_reduce_args_t reduce = {
         .segments = segments,
         .segment_count = count,
@@ -138,7 +179,7 @@ train_reduce_codes(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     if (status != DCP_OK) {
         return status;
     }
-    if (args->feedback) {
+    if (feedback) {
         sharded->residual_left = args->precision != DCP_PRECISION_FP32;
     }
     sharded->reduced_bytes += result.received_bytes;

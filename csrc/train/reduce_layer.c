@@ -20,16 +20,15 @@
 
 enum { PIECE_ELEMENTS = 32768 };
 
-/* Tensors of a group that are trained? */
-static int32_t
-is_trained(const dcp_sharded_t *sharded, int32_t group)
+bool
+train_group_is_trained(const dcp_sharded_t *sharded, int32_t group)
 {
     for (int64_t i = 0; i < sharded->tensor_count; i++) {
         if (sharded->tensors[i].group == group && sharded->trained[i]) {
-            return 1;
+            return true;
         }
     }
-    return 0;
+    return false;
 }
 
 /* Elements before the group's place; `group` = -1: of all places. */
@@ -87,7 +86,7 @@ train_reduce_enter(dcp_sharded_t *sharded, dcp_queue_t *queue, int32_t group,
     int32_t tied = sharded->config.tie_word_embeddings;
     /* the head adds to its group before the backward pass begins */
     int32_t first_use = group == last || (group == 0 && tied) ? !backward : backward;
-    if (!first_use || !is_trained(sharded, group)) {
+    if (!first_use || !train_group_is_trained(sharded, group)) {
         return DCP_OK;
     }
     return sharded->device->zero(
@@ -143,7 +142,7 @@ train_reduce_leave(dcp_sharded_t *sharded, dcp_queue_t *queue, int32_t group)
     if (addition.window != NULL) {
         DCP_TRY(dcp_comm_barrier(sharded->comm));
     }
-    if (is_trained(sharded, group)) {
+    if (train_group_is_trained(sharded, group)) {
         if (sharded->no_windows) {
             DCP_TRY(dcp_dbuffer_reduce_group(sums, group, full));
         }

@@ -191,6 +191,13 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
         return DCP_FAIL(DCP_ERR_ARG, "block_rows %lld must be at least 1",
                         (long long)options->block_rows);
     }
+    int32_t size = dcp_comm_size(comm);
+    if (options->machine_ranks < 0
+        || (options->machine_ranks > 1 && size % options->machine_ranks != 0)) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "machine_ranks %d must be at least 1 and divide the %d ranks",
+                        (int)options->machine_ranks, (int)size);
+    }
     void *memory;
     if (options->gather_step && options->prefetch) {
         return DCP_FAIL(DCP_ERR_ARG, "gather_step keeps what is gathered: there is "
@@ -207,7 +214,8 @@ dcp_sharded_create(dcp_comm_t *comm, const dcp_transformer1d_config_t *config,
     sharded->reduce_layer = options->reduce_layer != 0;
     sharded->prefetch = options->prefetch != 0;
     sharded->gather_step = options->gather_step != 0;
-    sharded->machine_ranks = options->machine_ranks;
+    bool has_levels = options->machine_ranks > 1 && options->machine_ranks < size;
+    sharded->machine_ranks = has_levels ? options->machine_ranks : 1;
     sharded->tensor_count = dcp_model_tensor_count(config);
     sharded->sequence_kind = options->sequence_kind;
     dcp_status_t status = fill(sharded, options);

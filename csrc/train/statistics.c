@@ -6,7 +6,9 @@
  * A micro-batch that ranks share is the sum of what they have of it, so their sketches
  * are added before they are squared. With a loss of scale 1/N micro-batch i of n_i
  * tokens adds c_i = n_i / N times its mean gradient g_i, so n_i |g_i|^2 = N^2 / n_i
- * |c_i|^2.
+ * |c_i|^2. Where tokens have weights w, its share is s_i = w_i / sum w instead, and N
+ * s_i |g_i|^2 = N / s_i |c_i|^2: then the weights' unit (a sequence, with one weight
+ * each) is what is drawn independently, and noise is still told per token.
  *
  * All of it is also measured in the optimizer's metric (statistics_adam.c), where that
  * is known: sketches and squares take a factor a block.
@@ -14,6 +16,10 @@
  * The error of every precision is measured by quantising runs of blocks without sending
  * them: one element in 32, others in every step. The difference to the step before is
  * that of sketches of each rank's shard.
+ *
+ * What a reduced gradient has too much of: errors of this step's codes, and the
+ * residual that was added to it, the errors of earlier ones. Both are unbiased and
+ * independent of the gradient, so their squares add to its own.
  *
  * All ranks end with the same numbers: each tells its own once a step, in one small
  * gather, and all combine them in rank order. Cost: one read of the gradients a
@@ -37,18 +43,20 @@ static const uint64_t sketch_seed = UINT64_C(0x736b65746368);
 /* A rank's part of a micro-batch that several share. */
 typedef struct shared_part {
     double first_rank, ordinal; /* which one: the n-th of this group in the step */
-    double token_count;         /* trainable, of the whole micro-batch */
+    double weight;              /* of its trainable tokens, all ranks' */
     double sums[B], adam[B];
 } shared_part_t;
 
 /* What a rank tells the others; doubles, so that one gather carries it. */
 typedef struct numbers {
-    double micro_squares, micro_count; /* of its own micro-batches */
+    double micro_squares, micro_count; /* |c_i|^2 / w_i of its own micro-batches */
+    double micro_weight;               /* sum w_i */
     double squares, error[DCP_PRECISION_COUNT];
     double adam_micro_squares, adam_squares, adam_error[DCP_PRECISION_COUNT];
     double adam_mean_squares, adam_sent; /* of its shard; of its whole gradient */
     double reduce_error;
-    double difference; /* < 0: none */
+    double residual, adam_residual; /* squares of what was added to the gradients */
+    double difference;              /* < 0: none */
     double codec_s, reduce_s, gather_s, reduce_bytes, gather_bytes;
     double shared_count;
 } numbers_t;
@@ -148,6 +156,9 @@ train_statistics_begin(dcp_sharded_t *sharded)
         DCP_TRY(create(sharded));
     }
     train_statistics_t *s = sharded->statistics;
+    if (sharded->accumulated && sharded->measured) {
+        return DCP_OK; /* goes on where the pass before ended */
+    }
     int64_t start = dcp_clock_ns();
     s->own = (numbers_t){0};
     s->shared_count = 0;
@@ -162,19 +173,21 @@ train_statistics_begin(dcp_sharded_t *sharded)
     return DCP_OK;
 }
 
-static int64_t
-trainable_of(const dcp_batch_t *batch)
+static double
+weight_of(const dcp_batch_t *batch)
 {
-    int64_t count = 0;
+    double sum = 0;
     for (int64_t i = 0; i < batch->token_count; i++) {
-        count += batch->labels[i] >= 0;
+        if (batch->labels[i] >= 0) {
+            sum += batch->weights != NULL ? (double)batch->weights[i] : 1.0;
+        }
     }
-    return count;
+    return sum;
 }
 
 /* Keeps this rank's part of a shared micro-batch until all tell theirs. */
 static dcp_status_t
-keep_shared(train_statistics_t *s, const dcp_micro_batch_t *micro, int64_t tokens)
+keep_shared(train_statistics_t *s, const dcp_micro_batch_t *micro, double weight)
 {
     if (s->shared_count == s->shared_room) {
         int64_t room = s->shared_room == 0 ? 4 : 2 * s->shared_room;
@@ -195,7 +208,7 @@ keep_shared(train_statistics_t *s, const dcp_micro_batch_t *micro, int64_t token
     for (int64_t i = 0; i < s->shared_count; i++) {
         part->ordinal += s->shared[i].first_rank == part->first_rank;
     }
-    part->token_count = (double)tokens;
+    part->weight = weight;
     for (int i = 0; i < B; i++) {
         part->sums[i] = s->after[i] - s->before[i];
         part->adam[i] = s->adam_after[i] - s->adam_before[i];
@@ -209,17 +222,18 @@ train_statistics_batch(dcp_sharded_t *sharded, const dcp_micro_batch_t *micro)
 {
     train_statistics_t *s = sharded->statistics;
     int64_t start = dcp_clock_ns();
-    int64_t tokens = trainable_of(&micro->batch);
-    if (tokens == 0 && micro->rank_count == 1) {
+    double weight = weight_of(&micro->batch);
+    if (weight == 0 && micro->rank_count == 1) {
         return DCP_OK; /* it added nothing */
     }
     DCP_TRY(sketch_both(sharded, s->after, s->adam_after));
     if (micro->rank_count > 1) {
-        DCP_TRY(keep_shared(s, micro, tokens));
+        DCP_TRY(keep_shared(s, micro, weight));
     } else {
-        s->own.micro_squares += square_length(s->after, s->before) / (double)tokens;
+        s->own.micro_squares += square_length(s->after, s->before) / weight;
         s->own.adam_micro_squares +=
-            square_length(s->adam_after, s->adam_before) / (double)tokens;
+            square_length(s->adam_after, s->adam_before) / weight;
+        s->own.micro_weight += weight;
         s->own.micro_count += 1;
     }
     memcpy(s->before, s->after, sizeof s->before);
@@ -280,6 +294,31 @@ train_statistics_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     return DCP_OK;
 }
 
+/* How much the residual adds, which this step sends. */
+dcp_status_t
+train_statistics_residual(dcp_sharded_t *sharded)
+{
+    train_statistics_t *s = sharded->statistics;
+    int64_t start = dcp_clock_ns();
+    double squares[2] = {0, 0}, adam[2] = {0, 0};
+    dcp_quantise_args_t args = {
+        .count = dcp_dbuffer_layout_elements(sharded->layout),
+        .x = dcp_dbuffer_data(sharded->residual),
+        .precision = DCP_PRECISION_FP32,
+        .squares = squares,
+    };
+    DCP_TRY(dcp_cpu_quantise(sharded->pool, &args));
+    if (s->adam) {
+        args.weights = train_factors_squared(sharded);
+        args.squares = adam;
+        DCP_TRY(dcp_cpu_quantise(sharded->pool, &args));
+    }
+    s->own.residual = squares[0];
+    s->own.adam_residual = adam[0];
+    s->spent_ns += dcp_clock_ns() - start;
+    return DCP_OK;
+}
+
 /* Sketch of this rank's slices, which hold the sum over ranks. */
 static dcp_status_t
 sketch_shard(const dcp_sharded_t *sharded, double *sums)
@@ -336,10 +375,11 @@ combine_shared(dcp_sharded_t *sharded, numbers_t *sum)
                 parts[j].ordinal = -1;
             }
         }
-        if (parts[i].token_count > 0) {
-            double tokens = parts[i].token_count;
-            sum->micro_squares += square_length(parts[i].sums, NULL) / tokens;
-            sum->adam_micro_squares += square_length(parts[i].adam, NULL) / tokens;
+        double weight = parts[i].weight;
+        if (weight != 0) { /* NaN too: the step was not finite */
+            sum->micro_squares += square_length(parts[i].sums, NULL) / weight;
+            sum->adam_micro_squares += square_length(parts[i].adam, NULL) / weight;
+            sum->micro_weight += weight;
             sum->micro_count += 1;
         }
     }
@@ -368,6 +408,7 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
         const numbers_t *other = &s->all[r];
         sum->micro_squares += other->micro_squares;
         sum->micro_count += other->micro_count;
+        sum->micro_weight += other->micro_weight;
         sum->squares += other->squares;
         sum->adam_micro_squares += other->adam_micro_squares;
         sum->adam_squares += other->adam_squares;
@@ -378,6 +419,8 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
             sum->adam_error[q] += other->adam_error[q];
         }
         sum->reduce_error += other->reduce_error;
+        sum->residual += other->residual;
+        sum->adam_residual += other->adam_residual;
         sum->difference = sum->difference < 0 || other->difference < 0
                               ? -1
                               : sum->difference + other->difference;
@@ -429,7 +472,10 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
     }
     numbers_t sum;
     DCP_TRY(exchange(sharded, &sum));
-    double tokens = (double)args->trainable_count;
+    double per_token = (double)args->trainable_count * sum.micro_weight;
+    if (!sharded->measured) {
+        per_token = NAN; /* some micro-batches were accumulated without */
+    }
     dcp_observation_t o = {
         .step = args->step,
         .arm = {.precision = args->precision, .multiple = 1},
@@ -443,10 +489,10 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         .loss = finite ? result->loss : NAN,
         .skipped = result->skipped,
         .micro_batch_count = (int64_t)sum.micro_count,
-        .micro_squares = sum.micro_squares * tokens * tokens,
+        .micro_squares = sum.micro_squares * per_token,
         .mean_squares = result->grad_norm * result->grad_norm,
-        .reduce_error = sum.reduce_error,
-        .adam_micro_squares = s->adam ? sum.adam_micro_squares * tokens * tokens : NAN,
+        .reduce_error = sum.reduce_error + sum.residual,
+        .adam_micro_squares = s->adam ? sum.adam_micro_squares * per_token : NAN,
         .adam_mean_squares = s->adam ? sum.adam_mean_squares : NAN,
         .adam_reduce_error = NAN,
         .step_difference = sum.difference < 0 ? NAN : sum.difference,
@@ -465,7 +511,8 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                               : NAN;
     }
     /* what was sent, at the error that its precision has in this metric */
-    o.adam_reduce_error = sum.adam_sent * o.adam_error[args->precision];
+    o.adam_reduce_error =
+        sum.adam_sent * o.adam_error[args->precision] + sum.adam_residual;
     result->observation = o;
     result->statistics_ns = s->spent_ns + (dcp_clock_ns() - start);
     return DCP_OK;

@@ -63,13 +63,24 @@ agree(dcp_sharded_t *sharded, const dcp_step_args_t *args)
 static dcp_status_t
 reduce_exactly(dcp_sharded_t *sharded)
 {
+    dcp_dbuffer_t *gradients = sharded->buffers[DCP_SHARDED_GRADIENTS];
     int32_t group_count = dcp_dbuffer_layout_group_count(sharded->layout);
+    int32_t trained_count = 0;
     for (int32_t g = 0; g < group_count; g++) {
-        sharded->reduced_bytes += train_received_bytes(sharded, g);
+        bool is_trained = train_group_is_trained(sharded, g);
+        trained_count += is_trained;
+        sharded->reduced_bytes += is_trained ? train_received_bytes(sharded, g) : 0;
     }
     dcp_comm_traffic_t before = dcp_comm_traffic(sharded->comm);
     int64_t start = dcp_clock_ns();
-    DCP_TRY(dcp_dbuffer_reduce(sharded->buffers[DCP_SHARDED_GRADIENTS], sharded->pool));
+    if (trained_count == group_count) { /* in one go */
+        DCP_TRY(dcp_dbuffer_reduce(gradients, sharded->pool));
+    }
+    for (int32_t g = 0; g < group_count && trained_count < group_count; g++) {
+        if (train_group_is_trained(sharded, g)) {
+            DCP_TRY(dcp_dbuffer_reduce_one(gradients, sharded->pool, g));
+        }
+    }
     sharded->reduce_count++;
     dcp_comm_traffic_t after = dcp_comm_traffic(sharded->comm);
     sharded->moved.reduce_ns = after.call_count > before.call_count
@@ -92,7 +103,13 @@ reduce(dcp_sharded_t *sharded, const dcp_step_args_t *args)
     if (!train_reduces_codes(sharded, args)) {
         return reduce_exactly(sharded);
     }
-    return sharded->not_finite ? DCP_OK : train_reduce_codes(sharded, args);
+    if (sharded->not_finite) {
+        return DCP_OK;
+    }
+    if (args->statistics && train_sends_residual(sharded, args)) {
+        DCP_TRY(train_statistics_residual(sharded));
+    }
+    return train_reduce_codes(sharded, args);
 }
 
 /* Parts 1 to 3. */
@@ -110,6 +127,8 @@ accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns
     sharded->hook_ns = sharded->gathered_bytes = sharded->reduced_bytes = 0;
     sharded->gather_ns = 0;
     sharded->reduce_count = sharded->accumulated ? sharded->reduce_count : 0;
+    sharded->hadamard = args->hadamard;
+    sharded->nearest = args->nearest;
     dcp_status_t status = train_compute(sharded, args, busy_ns, loss_p);
     sharded->training = 0;
     return status;

@@ -78,19 +78,20 @@ struct dcp_sharded {
     float *group_gradients;     /* this rank's in one of these; NULL: reduce = step */
 
     /* reduce_codes.c */
-    int32_t machine_ranks;   /* of two levels; 0 or 1: one level */
+    int32_t machine_ranks;   /* of two levels; 1: one level */
     dcp_reducer_t *reducer;  /* owned; NULL before its first use */
     dcp_dbuffer_t *residual; /* owned; NULL before the first step with feedback */
-    int32_t residual_left;   /* it may hold something */
+    int32_t residual_left;   /* it may hold something that is still to be sent */
     int32_t not_finite;      /* some rank's gradients of this step are not */
     train_moved_t moved;     /* in this step */
 
     /* statistics.c, control_world.c */
     train_statistics_t *statistics; /* owned; NULL before the first step with them */
     train_factors_t *factors;       /* owned; NULL before the first that are known */
+    int32_t measured;               /* all micro-batches of this step so far */
     int32_t has_observation;        /* of the latest step */
     dcp_observation_t observation;
-    int32_t codec_known;
+    int32_t codec_known, hadamard, nearest; /* these two: how, in the latest step */
     double codec_s[DCP_PRECISION_COUNT];
 
     /* sequence.h */
@@ -125,6 +126,8 @@ void train_set_hooks(dcp_sharded_t *sharded);
 /* Bytes that a rank receives of others when a group is summed. */
 int64_t train_received_bytes(const dcp_sharded_t *sharded, int32_t group);
 
+/* Has the group a tensor that is trained? The others' gradients stay zero, unsent. */
+bool train_group_is_trained(const dcp_sharded_t *sharded, int32_t group);
 /* Elements of a whole group; of the largest but a tied embedding. */
 int64_t train_group_elements(const dcp_sharded_t *sharded, int32_t group);
 int64_t train_largest_group(const dcp_sharded_t *sharded);
@@ -148,18 +151,24 @@ dcp_status_t train_reduce_leave(dcp_sharded_t *sharded, dcp_queue_t *queue,
 /* Are the step's precision and statistics possible? */
 dcp_status_t train_check_precision(const dcp_sharded_t *sharded,
                                    const dcp_step_args_t *args);
+/* Machines that codes travel between; one level: ranks. */
+int32_t train_machine_count(const dcp_sharded_t *sharded);
+/* Will this step send what residuals hold? */
+bool train_sends_residual(const dcp_sharded_t *sharded, const dcp_step_args_t *args);
 /* Do gradients go through the reducer? */
 bool train_reduces_codes(const dcp_sharded_t *sharded, const dcp_step_args_t *args);
 /* Part 4 with it. Collective. */
 dcp_status_t train_reduce_codes(dcp_sharded_t *sharded, const dcp_step_args_t *args);
 
 void train_statistics_destroy(train_statistics_t *statistics);
-/* Before the first micro-batch; after each; before part 4; after part 5, collective. */
+/* Before the first micro-batch; after each; before part 4, twice; after part 5,
+ * collective. */
 dcp_status_t train_statistics_begin(dcp_sharded_t *sharded);
 dcp_status_t train_statistics_batch(dcp_sharded_t *sharded,
                                     const dcp_micro_batch_t *micro);
 dcp_status_t train_statistics_errors(dcp_sharded_t *sharded,
                                      const dcp_step_args_t *args);
+dcp_status_t train_statistics_residual(dcp_sharded_t *sharded);
 dcp_status_t train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
                                   const int64_t *busy_ns, dcp_step_result_t *result);
 

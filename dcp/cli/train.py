@@ -420,7 +420,7 @@ def planned_for(settings: Any, documents: Any) -> tuple[Any, str, str]:
     config, plan = settings.transformer(), settings.plan
 
     controlled = settings.control.policy is not None or settings.train.precision != "fp32"
-    residual = controlled and settings.control.feedback
+    residual = controlled  # the messages are there without feedback too
 
     def cost(reduce: str, gather: str = "layer") -> Any:
         link = link_of(settings)

@@ -30,7 +30,8 @@ typedef struct world {
     int64_t step;
     dcp_arm_t arm;
     int32_t applied;
-    int32_t refuse; /* apply fails */
+    int32_t refuse;            /* apply fails */
+    const dcp_arm_t *overrule; /* what rank 0 decided instead; NULL: the same */
 } world_t;
 
 static double
@@ -82,6 +83,10 @@ apply(void *context, dcp_decision_t *decision)
     if (world->refuse) {
         return DCP_FAIL(DCP_ERR_PEER, "a rank is gone");
     }
+    if (world->overrule != NULL) {
+        decision->arm = *world->overrule;
+        decision->lr_factor = 1.25;
+    }
     world->arm = decision->arm;
     world->step = decision->step;
     world->applied++;
@@ -128,6 +133,38 @@ test_every_policy_goes_through_the_table(void)
     }
     world_t world = {.refuse = 1};
     CHECK(run(DCP_POLICY_JOINT, 1, &world) == DCP_ERR_PEER);
+}
+
+/* A rank that would decide otherwise runs what rank 0 decided, and goes on from there
+ * without an error; what is not on its grid is one. */
+static void
+test_what_the_world_decides_holds(void)
+{
+    dcp_control_options_t options = options_of(DCP_POLICY_STATIC);
+    world_t world = {0};
+    dcp_control_world_t bound = table;
+    dcp_controller_t *controller;
+    dcp_decision_t decision;
+    bound.context = &world;
+    CHECK_OK(dcp_controller_create(&options, &controller));
+    dcp_arm_t own = dcp_controller_start(controller).arm;
+    dcp_arm_t other = {options.precisions[options.precision_count - 1],
+                       options.multiples[options.multiple_count - 1]};
+    CHECK(own.precision != other.precision && own.multiple != other.multiple);
+    world.arm = own;
+    world.overrule = &other;
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(dcp_controller_step(controller, &bound, &decision));
+        CHECK(decision.arm.precision == other.precision
+              && decision.arm.multiple == other.multiple);
+        dcp_arm_t now = dcp_controller_start(controller).arm;
+        CHECK(now.precision == other.precision && now.multiple == other.multiple);
+        CHECK(dcp_controller_start(controller).lr_factor == 1.25);
+    }
+    dcp_arm_t stranger = {other.precision, 999};
+    world.overrule = &stranger;
+    CHECK(dcp_controller_step(controller, &bound, &decision) == DCP_ERR_MISMATCH);
+    dcp_controller_destroy(controller);
 }
 
 static void
@@ -191,6 +228,7 @@ main(void)
 {
     test_every_policy_goes_through_the_table();
     test_states_are_words_that_carry_everything();
+    test_what_the_world_decides_holds();
     test_formulas();
     check_every_alloc(life);
     return check_finish();

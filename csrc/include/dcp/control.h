@@ -160,7 +160,8 @@ void dcp_controller_destroy(dcp_controller_t *controller);
 /* The arm of step 0. */
 dcp_decision_t dcp_controller_start(const dcp_controller_t *controller);
 
-/* observe, decide, apply. */
+/* observe, decide, apply; what apply made of the decision is what holds, also for this
+ * controller's state. ERR_MISMATCH: it is not on the grid. */
 dcp_status_t dcp_controller_step(dcp_controller_t *controller,
                                  const dcp_control_world_t *world,
                                  dcp_decision_t *decision_p);

@@ -60,7 +60,7 @@ typedef struct dcp_sharded_options {
                             change: once a step instead of twice a pass, for memory of a
                             whole copy. Not with prefetch */
     int32_t machine_ranks; /* ranks of one machine, in a row: quantised sums have two
-                              levels; 0 or 1: one */
+                              levels; 0 or 1: one; else it divides the ranks */
     int32_t prefetch; /* with no_windows, 1: the next group of a pass is gathered, by a
                          thread into a place of its own, while the pass computes in the
                          present one. 0: when the pass enters it */
@@ -94,7 +94,8 @@ typedef struct dcp_step_args {
     int64_t group_count;
     int64_t step;            /* from 0 */
     int64_t update_count;    /* updates done so far (skipped steps do not count) */
-    int64_t trainable_count; /* tokens of all ranks that are trained on; 0: no update */
+    int64_t trainable_count; /* tokens of all ranks that are trained on; 0: no update,
+                                and residuals stay as they are */
     uint64_t plan_hash;      /* must agree */
     double clip;             /* greatest norm; <= 0: no clipping */
     double lr;               /* of this step */
@@ -105,7 +106,8 @@ typedef struct dcp_step_args {
     dcp_precision_t precision;
     int32_t hadamard, nearest;
     int32_t feedback; /* 1: what codes leave out is kept for the next step. Memory: 4
-                         bytes a parameter on every rank, taken at first use */
+                         bytes a parameter on every rank, taken at first use. 0: what
+                         was kept so far is added to the gradients, once */
     uint64_t quantise_seed; /* of the run */
     int32_t statistics;     /* 1: measure what an observation needs (statistics.c) */
 } dcp_step_args_t;
@@ -117,7 +119,8 @@ typedef struct dcp_step_result {
     int32_t skipped;  /* nothing was changed */
     /* Received of other ranks: weights to gather them, gradients to sum them. */
     int64_t gathered_bytes, reduced_bytes;
-    int64_t reduce_count;          /* reductions of the step: 1 unless reduce_layer */
+    int64_t reduce_count;          /* reductions of the step: 1; with reduce_layer one a
+                                      micro-batch; 0: not finite, no codes were sent */
     int64_t statistics_ns;         /* what measuring cost this rank */
     dcp_observation_t observation; /* with args.statistics; the caller knows the arm's
                                       multiple and the whole step's time */
@@ -177,7 +180,7 @@ dcp_status_t dcp_sharded_publish(dcp_sharded_t *sharded);
 
 /* What quantising left out so far, in the gradients' layout: each rank its own whole
  * buffer; NULL before the first step with feedback. dcp_sharded_need_residual makes it
- * (collective), zero. */
+ * (collective), zero, and is to be called before it is written from outside. */
 const dcp_dbuffer_t *dcp_sharded_residual(const dcp_sharded_t *sharded);
 dcp_status_t dcp_sharded_need_residual(dcp_sharded_t *sharded);
 
