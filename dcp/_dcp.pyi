@@ -429,6 +429,7 @@ class Controller:
         *,
         reduce_bytes: Mapping[str, float] = ...,
         codec_s: Mapping[str, float] = ...,
+        reduce_calls: Mapping[str, float] | None = None,
         bucket_count: int = 1,
         backward_share: float = 0.0,
     ) -> dict[str, Any]: ...

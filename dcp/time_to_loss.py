@@ -129,8 +129,10 @@ class Setup:
         count = int(self.parameter_count)
         whole = {q: float(_dcp.precision_bytes(q, count)) for q in ERRORS}
         codec = 4.0 * count / self.codec_bytes_per_s if self.codec_bytes_per_s > 0 else 0.0
+        phases = 2 if self.collective == "two_level" else 1
         return {
             "reduce_bytes": {q: 2.0 * b * (hosts - 1) / hosts for q, b in whole.items()},
+            "reduce_calls": dict.fromkeys(ERRORS, float(self.bucket_count * phases)),
             "codec_s": {q: 0.0 if q == "fp32" else codec for q in ERRORS},
             "bucket_count": self.bucket_count,
             "backward_share": self.backward_share,

@@ -39,6 +39,8 @@ static const number_field_t observation_fields[] = {
     FIELD(dcp_observation_t, gather_s, 'd'),
     FIELD(dcp_observation_t, reduce_bytes, 'd'),
     FIELD(dcp_observation_t, gather_bytes, 'd'),
+    FIELD(dcp_observation_t, latency_s, 'd'),
+    FIELD(dcp_observation_t, gather_calls, 'q'),
     FIELD(dcp_observation_t, loss, 'd'),
     FIELD(dcp_observation_t, skipped, 'i'),
     FIELD(dcp_observation_t, micro_batch_count, 'q'),
@@ -57,6 +59,7 @@ static const number_field_t decision_fields[] = {
     FIELD(dcp_decision_t, reasons, 'i'),
     FIELD(dcp_decision_t, changed, 'i'),
     FIELD(dcp_decision_t, bandwidth, 'd'),
+    FIELD(dcp_decision_t, latency_s, 'd'),
     FIELD(dcp_decision_t, noise_tokens, 'd'),
     FIELD(dcp_decision_t, noise_sorted_bias, 'd'),
     FIELD(dcp_decision_t, compute_s, 'd'),
@@ -418,6 +421,7 @@ controller_start(PyObject *object, PyObject *unused)
 /* The world's estimates as arrays. */
 typedef struct estimates {
     double reduce_bytes[DCP_PRECISION_COUNT], codec_s[DCP_PRECISION_COUNT];
+    double reduce_calls[DCP_PRECISION_COUNT];
     double backward_share;
     int bucket_count;
 } estimates_t;
@@ -434,6 +438,12 @@ static double
 estimate_bytes(void *context, dcp_precision_t precision)
 {
     return ((const estimates_t *)context)->reduce_bytes[precision];
+}
+
+static double
+estimate_calls(void *context, dcp_precision_t precision)
+{
+    return ((const estimates_t *)context)->reduce_calls[precision];
 }
 
 static double
@@ -460,15 +470,15 @@ get_estimates(PyObject *mapping, double *values)
 static PyObject *
 controller_decide(PyObject *object, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"observation",  "reduce_bytes",   "codec_s",
+    static char *names[] = {"observation",  "reduce_bytes",   "codec_s", "reduce_calls",
                             "bucket_count", "backward_share", NULL};
     dcp_controller_t *controller = controller_of(object);
-    PyObject *mapping, *bytes = NULL, *codec = NULL;
+    PyObject *mapping, *bytes = NULL, *codec = NULL, *calls = NULL;
     dcp_observation_t observation;
     estimates_t estimates = {.bucket_count = 1};
     if (controller == NULL
-        || !PyArg_ParseTupleAndKeywords(args, keywords, "O|$OOid", names, &mapping,
-                                        &bytes, &codec, &estimates.bucket_count,
+        || !PyArg_ParseTupleAndKeywords(args, keywords, "O|$OOOid", names, &mapping,
+                                        &bytes, &codec, &calls, &estimates.bucket_count,
                                         &estimates.backward_share)) {
         return NULL;
     }
@@ -478,11 +488,13 @@ controller_decide(PyObject *object, PyObject *args, PyObject *keywords)
     }
     if (get_observation(mapping, &observation) < 0
         || get_estimates(bytes, estimates.reduce_bytes) < 0
-        || get_estimates(codec, estimates.codec_s) < 0) {
+        || get_estimates(codec, estimates.codec_s) < 0
+        || (calls != NULL && get_estimates(calls, estimates.reduce_calls) < 0)) {
         return NULL;
     }
     const dcp_control_world_t world = {.context = &estimates,
                                        .reduce_bytes = estimate_bytes,
+                                       .reduce_calls = calls ? estimate_calls : NULL,
                                        .codec_s = estimate_codec,
                                        .exposed_s = estimate_exposed};
     dcp_decision_t decision;
@@ -531,8 +543,8 @@ static PyMethodDef controller_methods[] = {
     {"start", controller_start, METH_NOARGS, "start()\n--\n\nThe decision of step 0."},
     {"decide", (PyCFunction)(void (*)(void))controller_decide,
      METH_VARARGS | METH_KEYWORDS,
-     "decide(observation, *, reduce_bytes, codec_s, bucket_count=1, "
-     "backward_share=0.0)\n--\n\nLearns from an observation "
+     "decide(observation, *, reduce_bytes, codec_s, reduce_calls=None, "
+     "bucket_count=1, backward_share=0.0)\n--\n\nLearns from an observation "
      "and decides about the next step."},
     {"step", bind_control_step, METH_O,
      "step(sharded)\n--\n\nCollective. Observes what the model's latest step showed, "

@@ -394,7 +394,7 @@ sharded_note_step(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* {name: seconds or bytes} of every precision. */
+/* {name: seconds, bytes or calls} of every precision. */
 static PyObject *
 world_estimates(const dcp_control_world_t *world,
                 double (*estimate)(void *context, dcp_precision_t precision))
@@ -443,6 +443,13 @@ watched_reduce_bytes(void *context, dcp_precision_t precision)
 }
 
 static double
+watched_reduce_calls(void *context, dcp_precision_t precision)
+{
+    watched_world_t *watched = context;
+    return watched->inner.reduce_calls(watched->inner.context, precision);
+}
+
+static double
 watched_codec_s(void *context, dcp_precision_t precision)
 {
     watched_world_t *watched = context;
@@ -472,6 +479,7 @@ bind_control_step(PyObject *controller_object, PyObject *object)
                                  .observe = watched_observe,
                                  .apply = watched_apply,
                                  .reduce_bytes = watched_reduce_bytes,
+                                 .reduce_calls = watched_reduce_calls,
                                  .codec_s = watched_codec_s};
     if (status == DCP_OK) {
         BIND_NOGIL(status, dcp_controller_step(controller, &world, &decision));
@@ -482,15 +490,18 @@ bind_control_step(PyObject *controller_object, PyObject *object)
     PyObject *seen = bind_observation(&watched.observation);
     PyObject *decided = bind_decision(&decision);
     PyObject *bytes = world_estimates(&watched.inner, watched.inner.reduce_bytes);
+    PyObject *calls = world_estimates(&watched.inner, watched.inner.reduce_calls);
     PyObject *codec = world_estimates(&watched.inner, watched.inner.codec_s);
     PyObject *out = NULL;
-    if (seen != NULL && decided != NULL && bytes != NULL && codec != NULL) {
-        out = Py_BuildValue("(OO{s:O,s:O})", seen, decided, "reduce_bytes", bytes,
-                            "codec_s", codec);
+    if (seen != NULL && decided != NULL && bytes != NULL && calls != NULL
+        && codec != NULL) {
+        out = Py_BuildValue("(OO{s:O,s:O,s:O})", seen, decided, "reduce_bytes", bytes,
+                            "reduce_calls", calls, "codec_s", codec);
     }
     Py_XDECREF(seen);
     Py_XDECREF(decided);
     Py_XDECREF(bytes);
+    Py_XDECREF(calls);
     Py_XDECREF(codec);
     return out;
 }

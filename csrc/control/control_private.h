@@ -22,11 +22,12 @@ typedef struct control_state {
     int64_t precision, multiple; /* of the arm: places in the grid */
     double lr_factor;
 
-    control_mean_t token_s; /* seconds of computing a token */
-    control_mean_t tokens;  /* of multiple 1 */
-    control_mean_t rest_s;  /* of a step: what nothing explains */
-    double gather_bytes;    /* of the latest step */
+    control_mean_t token_s;            /* seconds of computing a token */
+    control_mean_t tokens;             /* of multiple 1 */
+    control_mean_t rest_s;             /* of a step: what nothing explains */
+    double gather_bytes, gather_calls; /* of the latest step */
 
+    control_mean_t latency_s; /* of a call */
     control_mean_t log_bandwidth;
     int64_t jumps;   /* in a row, of one direction: its sign */
     double jump_sum; /* of their logs */
@@ -89,6 +90,9 @@ int32_t control_allowed(const dcp_controller_t *controller, int32_t precision);
 /* objective.c. B_s in tokens: NaN before it is known. */
 double control_noise_tokens(const dcp_controller_t *controller);
 double control_error(const dcp_controller_t *controller, int32_t precision);
+/* Seconds that the calls of a step in a precision take whatever they move. */
+double control_latency_s(const dcp_controller_t *controller,
+                         const dcp_control_world_t *world, int32_t precision);
 /* Seconds of a step of `tokens` (< 0: as many as usual) at an arm. */
 double control_step_s(const dcp_controller_t *controller,
                       const dcp_control_world_t *world, int32_t precision,

@@ -14,7 +14,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { STATE_VERSION = 1, HEAD_WORDS = 2 };
+enum { STATE_VERSION = 2, HEAD_WORDS = 2 };
 static const double LR_DRIFT = 0.1;
 
 static double
@@ -186,6 +186,7 @@ describe(const dcp_controller_t *controller, int64_t step)
         .arm = arm_of(controller),
         .lr_factor = state->lr_factor,
         .bandwidth = exp(control_mean_value(&state->log_bandwidth)),
+        .latency_s = control_mean_value(&state->latency_s),
         .noise_tokens = control_noise_tokens(controller),
         .noise_sorted_bias =
             control_mean_value(&state->within) / control_mean_value(&state->between),

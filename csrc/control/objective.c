@@ -3,6 +3,7 @@
  *   J(q, A) = S(B, q) T(q, A)
  *   T(q, A) = A t_c + exposed(gather + reduce(q) + codec(q)) + rest
  *
+ * Gathering and reducing take their calls' latency and their bytes over the bandwidth.
  * The grid is small, so all of it is priced at every step. An arm is left only for one
  * that promises a J less by the hysteresis, which keeps noise in the measurements from
  * moving the arm; or for one that promises less than that for so many steps in a row
@@ -64,6 +65,19 @@ tokens_of(const dcp_controller_t *controller)
 }
 
 double
+control_latency_s(const dcp_controller_t *controller, const dcp_control_world_t *world,
+                  int32_t precision)
+{
+    const control_state_t *state = &controller->state;
+    if (state->latency_s.weight == 0 || world->reduce_calls == NULL) {
+        return 0.0;
+    }
+    dcp_precision_t which = controller->precisions[precision];
+    double calls = state->gather_calls + world->reduce_calls(world->context, which);
+    return calls * control_mean_value(&state->latency_s);
+}
+
+double
 control_step_s(const dcp_controller_t *controller, const dcp_control_world_t *world,
                int32_t precision, int32_t multiple, double tokens)
 {
@@ -76,7 +90,8 @@ control_step_s(const dcp_controller_t *controller, const dcp_control_world_t *wo
     double compute_s =
         token_s * (tokens >= 0 ? tokens : usual * controller->multiples[multiple]);
     double bytes = state->gather_bytes + world->reduce_bytes(world->context, which);
-    double comm_s = world->codec_s(world->context, which);
+    double comm_s = world->codec_s(world->context, which)
+                    + control_latency_s(controller, world, precision);
     if (bytes > 0 && state->log_bandwidth.weight > 0) {
         comm_s += bytes / exp(control_mean_value(&state->log_bandwidth));
     }

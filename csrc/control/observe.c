@@ -1,11 +1,11 @@
 /* What a step showed goes into the running means.
  *
  * Times are per token, since steps of one budget differ in tokens. Bandwidth is that of
- * all that moved in the step. Noise numbers take the optimizer's own norm where it has
- * one: Adam divides by its second moment, so noise counts there. They are averaged as
- * shares of the step's own |g|^2: gradients shrink tenfold in the first steps of a run,
- * which would else outweigh all later ones. What is NaN was not measured and changes
- * nothing. */
+ * all that moved in the step, without the latency of its calls. Noise numbers take the
+ * optimizer's own norm where it has one: Adam divides by its second moment, so noise
+ * counts there. They are averaged as shares of the step's own |g|^2: gradients shrink
+ * tenfold in the first steps of a run, which would else outweigh all later ones. What
+ * is NaN was not measured and changes nothing. */
 #include "control_private.h"
 
 #include <math.h>
@@ -72,6 +72,17 @@ or_zero(double x)
     return isfinite(x) ? x : 0.0;
 }
 
+/* Bytes of a step over the seconds that they took. */
+static double
+log_bandwidth_of(const dcp_controller_t *controller, const dcp_control_world_t *world,
+                 double bytes, double move_s)
+{
+    int32_t precision = (int32_t)controller->state.precision;
+    double latency_s = control_latency_s(controller, world, precision);
+    /* latency scatters too: where it is nearly all, something is left for the bytes */
+    return log(bytes / fmax(move_s - latency_s, 1e-3 * move_s));
+}
+
 int32_t
 control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
               const dcp_observation_t *o)
@@ -83,8 +94,13 @@ control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
     double move_s = or_zero(o->reduce_s) + or_zero(o->gather_s);
     double predicted_s = control_step_s(controller, world, (int32_t)state->precision,
                                         (int32_t)state->multiple, (double)o->tokens);
+    state->gather_bytes = or_zero(o->gather_bytes);
+    state->gather_calls = (double)o->gather_calls;
+    if (isfinite(o->latency_s)) {
+        control_mean_add(&state->latency_s, o->latency_s, TIME_MEAN);
+    }
     if (bytes > 0 && move_s > 0) {
-        log_bandwidth = log(bytes / move_s);
+        log_bandwidth = log_bandwidth_of(controller, world, bytes, move_s);
         double off = log_bandwidth - control_mean_value(&state->log_bandwidth);
         explained = fabs(off) > 0.5 * controller->options.jump;
         if (control_bandwidth_add(controller, log_bandwidth)) {
@@ -103,7 +119,6 @@ control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
         control_mean_add(&state->rest_s, fmax(0.0, o->step_s - o->compute_s - comm_s),
                          TIME_MEAN);
     }
-    state->gather_bytes = or_zero(o->gather_bytes);
     reasons |=
         control_monitor(controller, predicted_s, o->step_s, explained, log_bandwidth);
     learn_noise(controller, o);

@@ -187,6 +187,19 @@ dcp_cpu_adamw8bit(dcp_pool_t *pool, const dcp_adamw8bit_args_t *args)
     return dcp_cpu_adamw8bit_runs(pool, &one);
 }
 
+void
+dcp_adamw8bit_v_values(float values[DCP_ADAMW8BIT_CODES])
+{
+    values[0] = 0.0f;
+    double decade = 1e-7, whole = 1.0 - 0.45 / 128.0;
+    for (int first = 1; first < DCP_ADAMW8BIT_CODES; first *= 2, decade *= 10.0) {
+        for (int c = first; c < 2 * first; c++) {
+            double place = (c + 0.5) / first - 1.0; /* in the decade, 0 to 1 */
+            values[c] = (float)(decade * (0.1 + 0.9 * place) / whole);
+        }
+    }
+}
+
 dcp_status_t
 dcp_cpu_row_squares(dcp_pool_t *pool, const dcp_row_squares_args_t *args)
 {

@@ -12,6 +12,7 @@
 #include "run_states.h"
 
 #include "dcp/alloc.h"
+#include "dcp/kernels.h"
 
 #include <math.h>
 
@@ -212,6 +213,40 @@ state_runs(const void *object, int32_t state, const dcp_state_run_t **runs_p,
     *run_count_p = adamw->states.run_count;
 }
 
+static void
+second_moments(const void *object, dcp_second_moment_visit_t visit, void *context)
+{
+    const adamw_t *adamw = object;
+    for (int64_t i = 0; i < adamw->states.run_count; i++) {
+        const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
+        visit(context, run->tensor, run->first, run->count, adamw->ops[i].v);
+    }
+}
+
+static void
+second_moments8(const void *object, dcp_second_moment_visit_t visit, void *context)
+{
+    const adamw_t *adamw = object;
+    float values[DCP_ADAMW8BIT_CODES], v[DCP_ADAMW8BIT_BLOCK];
+    dcp_adamw8bit_v_values(values);
+    for (int64_t i = 0; i < adamw->states.run_count; i++) {
+        const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
+        const dcp_adamw8bit_args_t *op = &adamw->ops8[i];
+        const float *scale = op->v_scale; /* blocks lie in the order of elements */
+        for (int64_t row = 0; row < op->rows; row++) {
+            for (int64_t at = 0; at < op->width; at += DCP_ADAMW8BIT_BLOCK) {
+                int64_t first = row * op->width + at, rest = op->width - at;
+                int64_t count = rest < DCP_ADAMW8BIT_BLOCK ? rest : DCP_ADAMW8BIT_BLOCK;
+                for (int64_t j = 0; j < count; j++) {
+                    v[j] = values[op->v[first + j]] * *scale;
+                }
+                visit(context, run->tensor, run->first + first, count, v);
+                scale++;
+            }
+        }
+    }
+}
+
 static int64_t
 bytes(const dcp_dbuffer_layout_t *layout, const dcp_optimizer_tensor_t *tensors,
       const int64_t *members, int64_t member_count, int32_t no_windows)
@@ -241,6 +276,7 @@ const optim_ops_t optim_adamw_ops = {
     .states = infos,
     .state_shape = state_shape,
     .state_runs = state_runs,
+    .second_moments = second_moments,
     .bytes = bytes,
 };
 
@@ -253,5 +289,6 @@ const optim_ops_t optim_adamw8bit_ops = {
     .states = infos8,
     .state_shape = state_shape,
     .state_runs = state_runs,
+    .second_moments = second_moments8,
     .bytes = bytes8,
 };

@@ -34,6 +34,9 @@ typedef struct optim_ops {
                         int32_t *dim_count_p, int64_t *shape);
     void (*state_runs)(const void *object, int32_t state,
                        const dcp_state_run_t **runs_p, int64_t *run_count_p);
+    /* NULL: the kind keeps none. */
+    void (*second_moments)(const void *object, dcp_second_moment_visit_t visit,
+                           void *visit_context);
     /* Of state and scratch, on the rank that holds most. */
     int64_t (*bytes)(const dcp_dbuffer_layout_t *layout,
                      const dcp_optimizer_tensor_t *tensors, const int64_t *members,

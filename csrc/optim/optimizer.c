@@ -460,6 +460,25 @@ dcp_optimizer_state_runs(const dcp_optimizer_t *optimizer, int32_t state,
     part->ops->state_runs(part->object, state, runs_p, run_count_p);
 }
 
+int32_t
+dcp_optimizer_has_second_moment(const dcp_optimizer_t *optimizer, int64_t tensor)
+{
+    dcp_optimizer_kind_t kind = kind_of(&optimizer->tensors[tensor]);
+    return kind != DCP_OPTIMIZER_NONE && kinds[kind]->second_moments != NULL;
+}
+
+void
+dcp_optimizer_second_moments(const dcp_optimizer_t *optimizer,
+                             dcp_second_moment_visit_t visit, void *context)
+{
+    for (int32_t i = 0; i < optimizer->part_count; i++) {
+        const part_t *part = &optimizer->parts[i];
+        if (part->ops->second_moments != NULL) {
+            part->ops->second_moments(part->object, visit, context);
+        }
+    }
+}
+
 int64_t
 dcp_optimizer_bytes(const dcp_dbuffer_layout_t *layout,
                     const dcp_optimizer_tensor_t *tensors, int64_t tensor_count,

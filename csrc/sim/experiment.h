@@ -37,6 +37,8 @@ dcp_status_t step_model_run(step_model_t *model, double start_s, dcp_arm_t arm,
                             step_times_t *times);
 /* Bytes that a rank receives in a step. */
 double step_bytes(const dcp_time_to_loss_options_t *options, dcp_precision_t precision);
+/* Calls of a step, each of which waits for the latency. */
+double step_calls(const step_model_t *model);
 double step_codec_s(const dcp_time_to_loss_options_t *options,
                     dcp_precision_t precision);
 /* Seconds of comm_s that stick out of a backward pass, in closed form. */

@@ -25,6 +25,13 @@ step_bytes(const dcp_time_to_loss_options_t *o, dcp_precision_t precision)
 }
 
 double
+step_calls(const step_model_t *model)
+{
+    int32_t buckets = model->options->bucket_count;
+    return (buckets > 1 ? buckets : 1) * (double)model->phase_count;
+}
+
+double
 step_codec_s(const dcp_time_to_loss_options_t *o, dcp_precision_t precision)
 {
     return precision == DCP_PRECISION_FP32 || o->codec_bytes_per_s <= 0

@@ -51,6 +51,14 @@ reduce_bytes(void *context, dcp_precision_t precision)
 }
 
 static double
+reduce_calls(void *context, dcp_precision_t precision)
+{
+    const experiment_t *x = context;
+    (void)precision;
+    return step_calls(&x->model);
+}
+
+static double
 codec_s(void *context, dcp_precision_t precision)
 {
     return step_codec_s(((experiment_t *)context)->options, precision);
@@ -87,6 +95,7 @@ measure(experiment_t *x, int64_t step, dcp_arm_t arm, const step_times_t *times,
         .codec_s = times->codec_s,
         .reduce_s = times->move_s * exp(time * dcp_rng_normal(rng)),
         .reduce_bytes = times->bytes,
+        .latency_s = o->network.latency_s,
         .loss = loss + LOSS_NOISE * dcp_rng_normal(rng),
         .micro_batch_count = (int64_t)count,
         .micro_squares = batch * micro,
@@ -229,8 +238,15 @@ static dcp_status_t
 run(const dcp_time_to_loss_options_t *o, experiment_t *x, pilot_t *pilot,
     dcp_time_to_loss_watch_t watch, void *context, dcp_time_to_loss_result_t *result)
 {
-    const dcp_control_world_t world = {x,       observe,  apply, reduce_bytes,
-                                       codec_s, exposed_s};
+    const dcp_control_world_t world = {
+        .context = x,
+        .observe = observe,
+        .apply = apply,
+        .reduce_bytes = reduce_bytes,
+        .reduce_calls = reduce_calls,
+        .codec_s = codec_s,
+        .exposed_s = exposed_s,
+    };
     double target = progress_at(&o->loss, o->target_loss), progress = 0, now_s = 0;
     int64_t limit = o->step_limit > 0 ? o->step_limit : 10 * 1000 * 1000;
     dcp_arm_t arm = o->fixed;

@@ -11,8 +11,11 @@
 dcp_status_t
 train_gather_records(dcp_sharded_t *sharded, const step_record_t *own)
 {
-    return dcp_comm_allgatherv(sharded->comm, own, sharded->record_counts,
-                               sharded->records, DCP_I64);
+    int64_t moved_ns = dcp_comm_traffic(sharded->comm).move_ns;
+    DCP_TRY(dcp_comm_allgatherv(sharded->comm, own, sharded->record_counts,
+                                sharded->records, DCP_I64));
+    sharded->latency_ns = dcp_comm_traffic(sharded->comm).move_ns - moved_ns;
+    return DCP_OK;
 }
 
 /* Is what this rank would send finite? A sum of squares in fp64 says so. */

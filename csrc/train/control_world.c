@@ -141,6 +141,23 @@ reduce_bytes(void *context, dcp_precision_t precision)
     return sum;
 }
 
+/* In fp32 every group is a call, unless it is read in windows; codes are one exchange,
+ * and with two levels each group is summed within machines first, which is not counted:
+ * no link is crossed. */
+static double
+reduce_calls(void *context, dcp_precision_t precision)
+{
+    const dcp_sharded_t *sharded = context;
+    if (precision != DCP_PRECISION_FP32) {
+        return train_machine_count(sharded) > 1;
+    }
+    double calls = 0;
+    for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(sharded->layout); g++) {
+        calls += sharded->no_windows && train_group_is_trained(sharded, g);
+    }
+    return calls;
+}
+
 static double
 codec_seconds(void *context, dcp_precision_t precision)
 {
@@ -156,6 +173,7 @@ dcp_sharded_control_world(dcp_sharded_t *sharded, dcp_control_world_t *world_p)
         .observe = observe,
         .apply = apply,
         .reduce_bytes = reduce_bytes,
+        .reduce_calls = reduce_calls,
         .codec_s = codec_seconds,
     };
     return DCP_OK;

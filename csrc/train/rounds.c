@@ -31,9 +31,11 @@ enter(void *state, dcp_queue_t *queue, int32_t group, int32_t backward)
 {
     dcp_sharded_t *sharded = state;
     int64_t start = dcp_clock_ns();
-    int64_t moved_ns = dcp_comm_traffic(sharded->comm).move_ns;
+    dcp_comm_traffic_t before = dcp_comm_traffic(sharded->comm);
     dcp_status_t status = run_enter(sharded, queue, group, backward);
-    sharded->gather_ns += dcp_comm_traffic(sharded->comm).move_ns - moved_ns;
+    dcp_comm_traffic_t after = dcp_comm_traffic(sharded->comm);
+    sharded->gather_ns += after.move_ns - before.move_ns;
+    sharded->gather_calls += after.call_count - before.call_count;
     sharded->hook_ns += dcp_clock_ns() - start;
     return status;
 }

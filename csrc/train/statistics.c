@@ -57,7 +57,8 @@ typedef struct numbers {
     double reduce_error;
     double residual, adam_residual; /* squares of what was added to the gradients */
     double difference;              /* < 0: none */
-    double codec_s, reduce_s, gather_s, reduce_bytes, gather_bytes;
+    double codec_s, reduce_s, gather_s, reduce_bytes, gather_bytes, gather_calls;
+    double latency_s;
     double shared_count;
 } numbers_t;
 
@@ -429,6 +430,8 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
         sum->gather_s = greater(sum->gather_s, other->gather_s);
         sum->reduce_bytes = greater(sum->reduce_bytes, other->reduce_bytes);
         sum->gather_bytes = greater(sum->gather_bytes, other->gather_bytes);
+        sum->gather_calls = greater(sum->gather_calls, other->gather_calls);
+        sum->latency_s = greater(sum->latency_s, other->latency_s);
     }
     return combine_shared(sharded, sum);
 }
@@ -464,6 +467,8 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
     s->own.reduce_bytes = (double)sharded->reduced_bytes;
     s->own.gather_s = (double)sharded->gather_ns * 1e-9;
     s->own.gather_bytes = (double)sharded->gathered_bytes;
+    s->own.gather_calls = (double)sharded->gather_calls;
+    s->own.latency_s = (double)sharded->latency_ns * 1e-9;
     s->own.shared_count = (double)s->shared_count;
     if (s->adam) {
         double ranks = dcp_comm_size(sharded->comm);
@@ -486,6 +491,8 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         .reduce_bytes = sum.reduce_bytes,
         .gather_s = sum.gather_s,
         .gather_bytes = sum.gather_bytes,
+        .gather_calls = (int64_t)sum.gather_calls,
+        .latency_s = sum.latency_s,
         .loss = finite ? result->loss : NAN,
         .skipped = result->skipped,
         .micro_batch_count = (int64_t)sum.micro_count,

@@ -1,11 +1,11 @@
 /* Statistics in the optimizer's metric: gradients over Adam's denominator.
  *
- * An Adam-type update divides by the square root of v, so what a step gains depends on
- * noise and errors in that metric. Each rank has v of its shard alone; all need it for
- * whole gradients. So denominators are averaged over blocks of 128 elements and told
- * to all, after updates 1, 2, 4, 8 and every eighth from then on: v moves slowly. What
- * differs within a block is lost. Elements without v so far have had no gradient and do
- * not count. */
+ * An Adam-type update (in 8 bits too) divides by the root of v, so what it gains
+ * depends on noise and errors in that metric. Each rank has v of its shard alone; all
+ * need it for whole gradients. So denominators are averaged over blocks of 128 elements
+ * and told to all, after updates 1, 2, 4, 8 and every eighth from then on: v moves
+ * slowly. What differs within a block is lost. Elements without v so far have had no
+ * gradient and do not count. */
 #include "train_private.h"
 
 #include "dcp/alloc.h"
@@ -28,26 +28,19 @@ train_factors_destroy(train_factors_t *factors)
     dcp_free(factors);
 }
 
-/* The number of state v; -1 where some trained tensor has none. */
-static int32_t
-find_v(const dcp_sharded_t *sharded)
+/* Does every trained tensor have a v? */
+static bool
+is_adams(const dcp_sharded_t *sharded)
 {
-    const dcp_optimizer_t *optimizer = sharded->optimizer;
-    for (int32_t i = 0; i < dcp_optimizer_state_count(optimizer); i++) {
-        if (strcmp(dcp_optimizer_state_name(optimizer, i), "adamw.v") != 0) {
-            continue;
+    int32_t found = 0;
+    for (int64_t t = 0; t < sharded->tensor_count; t++) {
+        int32_t has = dcp_optimizer_has_second_moment(sharded->optimizer, t);
+        if (sharded->trained[t] && !has) {
+            return false;
         }
-        for (int64_t t = 0; t < sharded->tensor_count; t++) {
-            int32_t dims;
-            int64_t shape[DCP_OPTIMIZER_DIMS];
-            dcp_optimizer_state_shape(optimizer, i, t, &dims, shape);
-            if (sharded->trained[t] && dims < 0) {
-                return -1;
-            }
-        }
-        return i;
+        found |= has;
     }
-    return -1;
+    return found;
 }
 
 static dcp_status_t
@@ -67,26 +60,29 @@ create(dcp_sharded_t *sharded)
     return DCP_OK;
 }
 
-/* Adds this rank's denominators to the sums of their blocks. */
+/* Adds denominators of a tensor to the sums of their blocks. */
 static void
-add_own(const dcp_sharded_t *sharded, int32_t state)
+add_piece(void *context, int64_t tensor, int64_t first, int64_t count, const float *v)
+{
+    const dcp_sharded_t *sharded = context;
+    float *sums = sharded->factors->sums,
+          *counts = sums + sharded->factors->block_count;
+    int64_t start = dcp_dbuffer_layout_start(sharded->layout, tensor) + first;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t block = (start + i) / BLOCK;
+        sums[block] += sqrtf(v[i]);
+        counts[block] += v[i] > 0.0f ? 1.0f : 0.0f;
+    }
+}
+
+/* This rank's denominators. */
+static void
+add_own(dcp_sharded_t *sharded)
 {
     train_factors_t *factors = sharded->factors;
-    float *sums = factors->sums, *counts = sums + factors->block_count;
-    memset(sums, 0, 2 * (size_t)factors->block_count * sizeof sums[0]);
-    const dcp_state_run_t *runs;
-    int64_t run_count;
-    dcp_optimizer_state_runs(sharded->optimizer, state, &runs, &run_count);
-    for (int64_t r = 0; r < run_count; r++) {
-        const float *v = runs[r].data;
-        int64_t start =
-            dcp_dbuffer_layout_start(sharded->layout, runs[r].tensor) + runs[r].first;
-        for (int64_t i = 0; i < runs[r].count; i++) {
-            int64_t block = (start + i) / BLOCK;
-            sums[block] += sqrtf(v[i]);
-            counts[block] += v[i] > 0.0f ? 1.0f : 0.0f;
-        }
-    }
+    memset(factors->sums, 0,
+           2 * (size_t)factors->block_count * sizeof factors->sums[0]);
+    dcp_optimizer_second_moments(sharded->optimizer, add_piece, sharded);
 }
 
 /* Relative to the mean denominator: then numbers of steps whose v differ in size, as
@@ -120,18 +116,17 @@ train_factors_refresh(dcp_sharded_t *sharded, int64_t updates)
     if (!is_due(updates)) {
         return DCP_OK;
     }
-    int32_t state = find_v(sharded);
     if (sharded->factors != NULL) {
         sharded->factors->optimizer = NULL;
     }
-    if (state < 0) {
+    if (!is_adams(sharded)) {
         return DCP_OK;
     }
     if (sharded->factors == NULL) {
         DCP_TRY(create(sharded));
     }
     train_factors_t *factors = sharded->factors;
-    add_own(sharded, state);
+    add_own(sharded);
     DCP_TRY(dcp_comm_allreduce(sharded->comm, factors->sums, factors->sums,
                                2 * factors->block_count, DCP_F32, DCP_SUM));
     set_factors(factors);

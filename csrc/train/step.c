@@ -125,7 +125,7 @@ accumulate(dcp_sharded_t *sharded, const dcp_step_args_t *args, int64_t *busy_ns
     DCP_TRY(agree(sharded, args));
     sharded->training = 1;
     sharded->hook_ns = sharded->gathered_bytes = sharded->reduced_bytes = 0;
-    sharded->gather_ns = 0;
+    sharded->gather_ns = sharded->gather_calls = 0;
     sharded->reduce_count = sharded->accumulated ? sharded->reduce_count : 0;
     sharded->hadamard = args->hadamard;
     sharded->nearest = args->nearest;

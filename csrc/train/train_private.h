@@ -58,7 +58,8 @@ struct dcp_sharded {
     int64_t hook_ns;                       /* spent in hooks since a step began */
     int64_t *round_words;                  /* owned, [ranks] */
     int64_t gathered_bytes, reduced_bytes; /* received from others in this step */
-    int64_t gather_ns;                     /* of moving weights in it */
+    int64_t gather_ns, gather_calls;       /* of moving weights in it */
+    int64_t latency_ns;                    /* of a call that told records */
     int64_t reduce_count;                  /* of the step, with what it accumulated */
 
     /* compute.c */

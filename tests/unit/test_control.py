@@ -17,6 +17,8 @@ PRECISIONS = ("fp32", "bf16", "int8", "int4")
 BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.25, "int4": 4.25}
 ERROR = {"fp32": 0.0, "bf16": 3e-6, "int8": 1e-4, "int4": 0.03}
 BYTES = 1e6  # of the fp32 gradient
+CALLS = {"fp32": 8.0, "bf16": 1.0, "int8": 1.0, "int4": 1.0}  # of a reduction
+GATHER_CALLS = 4
 
 
 def make(policy: str = "joint", **options: Any) -> _dcp.Controller:
@@ -31,33 +33,49 @@ def make(policy: str = "joint", **options: Any) -> _dcp.Controller:
     return _dcp.Controller(policy=policy, **(keywords | options))
 
 
-def reduce_bytes() -> dict[str, float]:
-    return {q: BYTES * BITS[q] / 32 for q in PRECISIONS}
+def inputs() -> dict[str, dict[str, float]]:
+    """What the world says of a reduction in every precision."""
+    return {
+        "reduce_bytes": {q: BYTES * BITS[q] / 32 for q in PRECISIONS},
+        "reduce_calls": CALLS,
+        "codec_s": dict.fromkeys(PRECISIONS, 0.0),
+    }
 
 
-def truth(arm: dict[str, Any], bandwidth: float, noise: float, compute_s: float) -> float:
+def truth(
+    arm: dict[str, Any], bandwidth: float, noise: float, compute_s: float, latency: float = 0.0
+) -> float:
     """The objective of an arm by the formulas of DESIGN 8, over S_min."""
     q, a = arm["precision"], arm["multiple"]
     steps = 1 + ERROR[q] / 4 + (1 + ERROR[q]) * noise / (1000 * a)
-    return steps * (a * compute_s + BYTES * BITS[q] / 32 / bandwidth)
+    move_s = BYTES * BITS[q] / 32 / bandwidth + (CALLS[q] + GATHER_CALLS) * latency
+    return steps * (a * compute_s + move_s)
 
 
 def seen(
-    step: int, arm: dict[str, Any], *, bandwidth: float, noise: float, compute_s: float = 0.1
+    step: int,
+    arm: dict[str, Any],
+    *,
+    bandwidth: float,
+    noise: float,
+    compute_s: float = 0.1,
+    latency: float = 0.0,
 ) -> dict[str, Any]:
     """What a step of an arm shows, without scatter: |G|^2 = 1."""
     q, a = arm["precision"], arm["multiple"]
     tokens, moved = 1000 * a, BYTES * BITS[q] / 32
-    count = 8 * a
+    count, move_s = 8 * a, moved / bandwidth + (CALLS[q] + GATHER_CALLS) * latency
     return {
         "step": step,
         "arm": arm,
         "tokens": tokens,
-        "step_s": a * compute_s + moved / bandwidth,
+        "step_s": a * compute_s + move_s,
         "compute_s": a * compute_s,
         "codec_s": 0.0,
-        "reduce_s": moved / bandwidth,
+        "reduce_s": move_s,
         "reduce_bytes": moved,
+        "latency_s": latency,
+        "gather_calls": GATHER_CALLS,
         "loss": 3.0,
         "micro_batch_count": count,
         "micro_squares": tokens * (1 + noise * count / tokens),
@@ -71,11 +89,7 @@ def drive(controller: _dcp.Controller, steps: int, first: int = 0, **world: Any)
     """Let it decide for so many steps; the last decision."""
     decision = controller.start() if first == 0 else world.pop("decision")
     for step in range(first, first + steps):
-        decision = controller.decide(
-            seen(step, decision["arm"], **world),
-            reduce_bytes=reduce_bytes(),
-            codec_s=dict.fromkeys(PRECISIONS, 0.0),
-        )
+        decision = controller.decide(seen(step, decision["arm"], **world), **inputs())
         assert decision["step"] == step + 1
     return decision
 
@@ -89,6 +103,7 @@ worlds = st.fixed_dictionaries(
         "bandwidth": st.floats(1e5, 1e9),
         "noise": st.floats(10, 1e5),
         "compute_s": st.floats(0.01, 1.0),
+        "latency": st.sampled_from([0.0, 1e-3, 1e-2]),
     }
 )
 
@@ -142,6 +157,18 @@ def test_a_jump_of_the_bandwidth_is_followed_within_a_few_steps() -> None:
     assert truth(after["arm"], 1e6, 500.0, 0.1) < truth(before["arm"], 1e6, 500.0, 0.1)
 
 
+def test_latency_is_told_apart_from_bandwidth() -> None:
+    """What 12 calls of fp32 wait for is no want of bandwidth, and fewer bits do not mend it."""
+    world = {"bandwidth": 1e7, "noise": 500.0, "latency": 0.05}
+    decision = drive(make("static"), 20, **world)
+    assert decision["bandwidth"] == pytest.approx(1e7, rel=1e-9)
+    assert decision["latency_s"] == pytest.approx(0.05, rel=1e-9)
+    chosen = drive(make(), 40, **world)
+    assert chosen["bandwidth"] == pytest.approx(1e7, rel=1e-9)
+    move_s = inputs()["reduce_bytes"][chosen["arm"]["precision"]] / 1e7 + 5 * 0.05
+    assert chosen["predicted_s"] == pytest.approx(0.1 * chosen["arm"]["multiple"] + move_s)
+
+
 def test_noise_in_measurements_does_not_move_the_arm() -> None:
     rng = np.random.default_rng(3)
     controller, changes = make(), 0
@@ -150,9 +177,7 @@ def test_noise_in_measurements_does_not_move_the_arm() -> None:
         observation = seen(step, decision["arm"], bandwidth=3e6, noise=3000.0)
         for key in ("step_s", "compute_s", "reduce_s"):
             observation[key] *= math.exp(0.1 * rng.standard_normal())
-        decision = controller.decide(
-            observation, reduce_bytes=reduce_bytes(), codec_s=dict.fromkeys(PRECISIONS, 0.0)
-        )
+        decision = controller.decide(observation, **inputs())
         changes += decision["changed"]
     assert changes <= 6
 
@@ -162,9 +187,7 @@ def test_a_step_that_was_skipped_teaches_nothing() -> None:
     decision = drive(controller, 10, bandwidth=1e6, noise=500.0)
     state = controller.state()
     bad = seen(10, decision["arm"], bandwidth=1e2, noise=1.0) | {"skipped": 1, "loss": None}
-    after = controller.decide(
-        bad, reduce_bytes=reduce_bytes(), codec_s=dict.fromkeys(PRECISIONS, 0.0)
-    )
+    after = controller.decide(bad, **inputs())
     assert controller.state() == state
     assert (after["arm"], after["reasons"]) == (decision["arm"], 64)
 
@@ -182,9 +205,7 @@ def test_a_rising_loss_is_blamed_on_the_precision_and_a_noisy_one_is_not() -> No
         for step in range(120):
             observation = seen(step, decision["arm"], bandwidth=1e6, noise=500.0)
             observation["loss"] = 3.0 + slope * step + 0.05 * rng.standard_normal()
-            decision = controller.decide(
-                observation, reduce_bytes=reduce_bytes(), codec_s=dict.fromkeys(PRECISIONS, 0.0)
-            )
+            decision = controller.decide(observation, **inputs())
             reasons.append(decision["reasons"])
         return reasons
 
@@ -197,7 +218,7 @@ def test_an_arm_that_the_controller_did_not_choose_is_an_error() -> None:
     controller = make()
     wrong = seen(0, {"precision": "int8", "multiple": 1}, bandwidth=1e6, noise=1.0)
     with pytest.raises(dcp.StateError, match=r"ran with int8 x 1.*decided on fp32 x 1"):
-        controller.decide(wrong, reduce_bytes=reduce_bytes(), codec_s=reduce_bytes())
+        controller.decide(wrong, **inputs())
 
 
 @settings(max_examples=20)
@@ -210,9 +231,8 @@ def test_state_is_all_there_is(trace: list[tuple[float, float]]) -> None:
         two = make()
         two.load_state(one.state())
         observation = seen(step, decision["arm"], bandwidth=bandwidth, noise=noise)
-        inputs = {"reduce_bytes": reduce_bytes(), "codec_s": dict.fromkeys(PRECISIONS, 0.0)}
-        decision = one.decide(observation, **inputs)
-        assert two.decide(observation, **inputs) == decision
+        decision = one.decide(observation, **inputs())
+        assert two.decide(observation, **inputs()) == decision
         assert two.state() == one.state()
 
 
@@ -309,9 +329,7 @@ def test_the_noise_scale_of_gradients_with_known_noise(quantised: bool) -> None:
             "mean_squares": float(((total + added) ** 2).sum()),
             "reduce_error": float((added**2).sum()),
         }
-        decision = controller.decide(
-            observation, reduce_bytes=reduce_bytes(), codec_s=dict.fromkeys(PRECISIONS, 0.0)
-        )
+        decision = controller.decide(observation, **inputs())
         biased.append(observation["mean_squares"])
     assert decision["noise_tokens"] == pytest.approx(noise, rel=0.06)
     if quantised:  # what it would be taken for without

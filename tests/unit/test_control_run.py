@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ref
 
 import dcp
 from dcp.controller import DecisionLog
@@ -244,6 +245,48 @@ def test_statistics_in_adams_metric() -> None:
     for name in ("bf16", "int8", "int4"):
         assert second["adam_error"][name] == pytest.approx(second["error"][name], rel=1e-3)
     assert second["adam_reduce_error"] == pytest.approx(second["reduce_error"], rel=0.5)
+
+
+def in_eight_bits(world: Any) -> tuple[Any, Any]:
+    """The second of two steps with v in 8 bits, and with the same v in fp32."""
+    kinds = ("adamw8bit.v", "adamw8bit.v_scale", "adamw.v")
+    large = ("model.embed_tokens.weight", "lm_head.weight")  # the others' v is fp32
+    betas = (0.9, 1 - 2.0**-20)  # v stays as it is but for 2^-20 of the gradients
+    decoded: dict[str, Any] = {}
+    seen = []
+    for kind in (dcp.optim.AdamW8bit, dcp.optim.AdamW):
+        steps = iter(loader_of(world, 2048, max_tokens=256))
+        optimizer = kind(lr=1e-3, betas=betas)
+        with dcp.fully_shard(config_of(), world) as model:
+            model.set_optimizer(optimizer)
+            for name in kinds:
+                for run in model.shards().get(name, []):
+                    rng = np.random.default_rng(len(run.name))
+                    whole = decoded.get(run.name)
+                    if whole is None and run.array.dtype == np.uint8:
+                        whole = rng.integers(1, 256, 8192)
+                        whole[::32] = 255  # in every block, or scales would change
+                    elif whole is None:
+                        whole = np.exp(rng.normal(2, 1, 8192))
+                    run.array[:] = whole.ravel()[run.first : run.first + run.array.size]
+            del run
+            if kind is dcp.optim.AdamW8bit:
+                for name in large:
+                    codes, scale = (model.full_tensor(name, kind=k) for k in kinds[:2])
+                    decoded[name] = ref.decode_8bit(codes, scale * 0, codes, scale)[1]
+            for number in range(2):
+                options = {"precision": "int4", "statistics": True, "optimizer": optimizer}
+                result = step_of(model, next(steps), number, lr=0.0, **options)
+            seen.append(result.observation)
+    return seen[0], seen[1]
+
+
+def test_statistics_in_the_metric_of_8_bit_moments() -> None:
+    eight, plain = dcp.launch(in_eight_bits, 2)[0]
+    for name in ("micro_squares", "mean_squares", "reduce_error"):
+        assert eight[f"adam_{name}"] == pytest.approx(plain[f"adam_{name}"], rel=1e-3), name
+        assert eight[f"adam_{name}"] != pytest.approx(eight[name], rel=0.05)
+    assert eight["adam_error"]["int4"] == pytest.approx(plain["adam_error"]["int4"], rel=1e-3)
 
 
 def disagree(world: Any) -> str:

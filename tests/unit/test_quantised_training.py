@@ -67,7 +67,8 @@ def in_every_precision(world: Any) -> list[Any]:
                     options = {"precision": precision, "quantise_seed": 4, "statistics": True}
                     result = step_of(model, next(steps), number, **options)
                     assert result.observation is not None and result.reduce_count == 1
-                    timed = ("codec_s", "reduce_s", "gather_s", "compute_s", "gather_bytes")
+                    timed = ("codec_s", "reduce_s", "latency_s", "compute_s")
+                    timed += ("gather_s", "gather_bytes", "gather_calls")  # windows: none
                     seen = {k: v for k, v in result.observation.items() if k not in timed}
                     out.append((precision, result.loss, result.grad_norm, seen))
                 out.append(model.parameters_sha256())

@@ -8,7 +8,7 @@
  *
  * Seconds a step: T(q, A) = A t_c + exposed(q) + rest, A the batch multiple. The
  * objective is J(q, A) = S T; arms are (q, A) on a small grid. All of t_c, bandwidth,
- * w1, B_s are measured while training: an observation after every step.
+ * latency, w1, B_s are measured while training: an observation after every step.
  *
  * The controller is a state machine: state and observation give a decision, with no
  * clock and no randomness of its own, so a log of observations replays bit for bit. It
@@ -85,6 +85,8 @@ typedef struct dcp_observation {
     double codec_s;            /* quantising and decoding in `arm.precision` */
     double reduce_s, gather_s; /* moving gradients, weights: from when all had come */
     double reduce_bytes, gather_bytes; /* received by a rank */
+    double latency_s;                  /* of a call that moves next to nothing */
+    int64_t gather_calls;              /* that weights took */
     double loss;                       /* of the step, per token; NaN: not finite */
     int32_t skipped;                   /* 1: not finite, nothing was changed */
     /* Gradient noise, token-weighted: micro-batch i of n_i tokens, mean gradient g_i.
@@ -121,7 +123,8 @@ typedef struct dcp_decision {
     int32_t reasons;  /* DCP_REASON_... */
     int32_t changed;  /* the arm is another than before */
     /* What it was taken from; NaN: not known yet. */
-    double bandwidth;         /* bytes a second of the reduction, running mean */
+    double bandwidth;         /* bytes a second of all that moves, running mean */
+    double latency_s;         /* of a call, running mean */
     double noise_tokens;      /* B_s used */
     double noise_sorted_bias; /* of that, by sorting: within steps over between steps */
     double compute_s;         /* t_c of multiple 1 */
@@ -141,6 +144,8 @@ typedef struct dcp_control_world {
     dcp_status_t (*apply)(void *context, dcp_decision_t *decision_p);
     /* Bytes that a rank receives in a reduction in this precision. */
     double (*reduce_bytes)(void *context, dcp_precision_t precision);
+    /* Calls that a reduction takes; NULL: none whose latency shows. */
+    double (*reduce_calls)(void *context, dcp_precision_t precision);
     /* Seconds that quantising and decoding takes, calibrated or measured. */
     double (*codec_s)(void *context, dcp_precision_t precision);
     /* Seconds of communication that nothing hides, where moving and coding take comm_s

@@ -28,6 +28,9 @@ int64_t dcp_gemm_pack_bytes(int64_t n, int64_t k, dcp_dtype_t compute);
 void dcp_copy_rows(void *to, int64_t to_step, const void *from, int64_t from_step,
                    int64_t bytes, int64_t row_count, int64_t total_bytes);
 
+/* What the codes of an 8-bit v stand for, times the block's scale. */
+void dcp_adamw8bit_v_values(float values[DCP_ADAMW8BIT_CODES]);
+
 /* "built-in", or the CBLAS that was found at build time: name and version. */
 const char *dcp_blas_name(void);
 

@@ -282,7 +282,7 @@ typedef struct dcp_adamw_runs_args {
  * a scale a block of DCP_ADAMW8BIT_BLOCK elements of a row, the last block of a row
  * short. Computes as adamw does, from the decoded m and v; both are rounded after the
  * update. All zero: the state at the start. */
-enum { DCP_ADAMW8BIT_BLOCK = 256 };
+enum { DCP_ADAMW8BIT_BLOCK = 256, DCP_ADAMW8BIT_CODES = 256 };
 
 typedef struct dcp_adamw8bit_args {
     int64_t rows, width;      /* dense */

@@ -124,6 +124,16 @@ void dcp_optimizer_state_shape(const dcp_optimizer_t *optimizer, int32_t state,
 void dcp_optimizer_state_runs(const dcp_optimizer_t *optimizer, int32_t state,
                               const dcp_state_run_t **runs_p, int64_t *run_count_p);
 
+/* Adam's second moment of this rank's elements, decoded: v of `count` elements of a
+ * tensor from `first` on. Good during the call alone. */
+typedef void (*dcp_second_moment_visit_t)(void *context, int64_t tensor, int64_t first,
+                                          int64_t count, const float *v);
+/* Piece by piece; 0: this tensor's kind keeps none. */
+int32_t dcp_optimizer_has_second_moment(const dcp_optimizer_t *optimizer,
+                                        int64_t tensor);
+void dcp_optimizer_second_moments(const dcp_optimizer_t *optimizer,
+                                  dcp_second_moment_visit_t visit, void *context);
+
 /* Most bytes of state and scratch that any rank holds: for estimates before anything is
  * made. With one thread a rank; each further one adds scratch of SHAMPOO (about 0.6 MB
  * for blocks of 128). Scratch that kernels keep in the pool is not counted. */
