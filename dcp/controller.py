@@ -214,7 +214,7 @@ class DecisionLog:
             try:
                 values = json.loads(text)
                 if values["kind"] == "control":
-                    lines.append(values)
+                    lines.append(decision_line(values))
             except (ValueError, KeyError, TypeError) as error:
                 if number < len(texts):  # the last line may be cut off by a kill
                     raise FileError(f"log {path}, line {number}: not a record: {error}") from error
@@ -226,8 +226,11 @@ class DecisionLog:
                 f"log {path} has decisions of version {head.get('version')!r}, this dcp reads "
                 f"{LOG_VERSION}"
             )
-        state = bytes.fromhex(head["state"]) if "state" in head else None
-        return cls(Path(path), dict(head["settings"]), state, lines)
+        try:
+            state = bytes.fromhex(head["state"]) if "state" in head else None
+            return cls(Path(path), dict(head["settings"]), state, lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise FileError(f"log {path} does not say of which controller: {error}") from error
 
     def replay(self) -> list[dict[str, Any]]:
         """Give a fresh controller what was observed, and compare its decisions bit for bit.
@@ -241,25 +244,21 @@ class DecisionLog:
         ------
         dcp.MismatchError
             A decision differs: the log is of another version's controller, or was changed.
+        dcp.FileError
+            It holds what no run writes.
 
         Examples
         --------
         See the class.
         """
-        core = _dcp.Controller(**self.settings)
+        where = f"log {self.path}"
+        try:
+            core = _dcp.Controller(**self.settings)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise FileError(f"{where} has no settings of a controller: {error}") from error
         if self.state is not None:
             core.load_state(self.state)
-        return [self._again(core, line) for line in self.lines]
-
-    def _again(self, core: Any, line: Mapping[str, Any]) -> dict[str, Any]:
-        decision: dict[str, Any] = core.decide(line["observation"], **line["inputs"])
-        for key, value in line["decision"].items():
-            if decision[key] != value:
-                raise MismatchError(
-                    f"log {self.path}: {key} after step {line['step']} is {decision[key]!r} here "
-                    f"and {value!r} there"
-                )
-        return decision
+        return [decide_again(core, line, where) for line in self.lines]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a step, for tables and plots.
@@ -296,6 +295,78 @@ class DecisionLog:
             )
             predicted = decision["predicted_s"]
         return rows
+
+
+def decision_line(values: dict[str, Any]) -> dict[str, Any]:
+    """A line of a log, once it is known to hold a decision.
+
+    Raises
+    ------
+    KeyError, TypeError
+        They say what is missing, or of another kind.
+
+    Examples
+    --------
+    >>> from dcp.controller import decision_line
+    >>> try:
+    ...     decision_line({"step": 3, "observation": {"arm": {}}})
+    ... except KeyError as error:
+    ...     print(error)
+    'precision'
+    """
+    kinds: dict[tuple[str, ...], type] = {
+        ("step",): int,
+        ("observation", "arm", "precision"): str,
+        ("observation", "arm", "multiple"): int,
+        ("decision", "arm", "precision"): str,
+        ("decision", "arm", "multiple"): int,
+        ("decision", "lr_factor"): float,
+        ("decision", "reasons"): int,
+        ("inputs", "reduce_bytes"): dict,
+        ("inputs", "codec_s"): dict,
+    }
+    for path, kind in kinds.items():
+        found: Any = values
+        for key in path:
+            found = found[key]
+        if not isinstance(found, (float, int) if kind is float else kind):
+            raise TypeError(f"{'.'.join(path)} is {found!r}, no {kind.__name__}")
+    return values
+
+
+def decide_again(core: Any, line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Let a controller see what a line of a log holds; its decision, once it is that of the log.
+
+    Parameters
+    ----------
+    core : dcp._dcp.Controller
+    line : mapping
+        As `decision_line` gives it.
+    where : str
+        What errors begin with.
+
+    Raises
+    ------
+    dcp.MismatchError
+        The decision is another.
+    dcp.FileError
+        The line holds what no run writes.
+
+    Examples
+    --------
+    See `DecisionLog`.
+    """
+    try:
+        decision: dict[str, Any] = core.decide(line["observation"], **line["inputs"])
+    except (TypeError, OverflowError) as error:
+        raise FileError(f"{where}: not a record after step {line['step']}: {error}") from error
+    for key, value in line["decision"].items():
+        if decision.get(key) != value:
+            raise MismatchError(
+                f"{where}: {key} after step {line['step']} is {decision.get(key)!r} here and "
+                f"{value!r} there: the controller's settings or version are others"
+            )
+    return decision
 
 
 def reasons(flags: int) -> list[str]:

@@ -43,17 +43,18 @@ class Link:
     Parameters
     ----------
     rate : float
-        Bytes a second, each direction.
+        Bytes a second, each direction; >= 1.
     background : int
         Jobs over all machines that share the link, 0 .. 64.
     dwell_s : float
         Mean seconds that a job is there, and is away, exponentially distributed; 0: always there.
+        Events of less than a millisecond would take longer to simulate than to pass.
     latency_s : float
-        Seconds before the first byte of a transfer arrives.
+        Seconds before the first byte of a transfer arrives; at most an hour.
     duty : float
         Share of an iteration that a job alone would communicate, 0 < duty < 1.
     period_s : float
-        Seconds of an iteration of a job alone.
+        Seconds of an iteration of a job alone; >= 0.001.
     machine_ranks : int
         Ranks of one machine, in a row: between them nothing takes time.
     seed : int
@@ -83,12 +84,12 @@ class Link:
 
     def __post_init__(self) -> None:
         rules: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-            ("rate", lambda x: 0 < x < math.inf, "be > 0 and finite"),
+            ("rate", lambda x: 1 <= x < math.inf, "be >= 1 and finite"),
             ("background", lambda x: 0 <= x <= 64, "lie in 0..64"),
-            ("dwell_s", lambda x: 0 <= x < math.inf, "be >= 0 and finite"),
-            ("latency_s", lambda x: 0 <= x < math.inf, "be >= 0 and finite"),
+            ("dwell_s", lambda x: x == 0 or 1e-3 <= x < math.inf, "be 0 or >= 0.001 and finite"),
+            ("latency_s", lambda x: 0 <= x <= 3600, "lie in 0..3600"),
             ("duty", lambda x: 0 < x < 1, "lie between 0 and 1"),
-            ("period_s", lambda x: 0 < x < math.inf, "be > 0 and finite"),
+            ("period_s", lambda x: 1e-3 <= x < math.inf, "be >= 0.001 and finite"),
             ("machine_ranks", lambda x: x >= 1, "be >= 1"),
             ("seed", lambda x: 0 <= x < 1 << 64, "lie in 0..2**64 - 1"),
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp._dcp import ArgumentError, MismatchError
-from dcp.controller import LOG_VERSION
+from dcp.controller import LOG_VERSION, decide_again
 
 __all__ = ["Steering"]
 
@@ -151,24 +151,18 @@ class Steering:
         if step not in self._replay:
             raise MismatchError(f"{where}: the log holds no decision after it")
         line = self._replay[step]
-        seen, logged = line["observation"], line["decision"]
+        seen = line["observation"]
         mine = None if math.isnan(loss) else loss
         for what, here, there in (
             ("arm", self.arm, dict(seen["arm"])),
-            ("loss", mine, seen["loss"]),
+            ("loss", mine, seen.get("loss")),
         ):
             if here != there:
                 raise MismatchError(
                     f"{where} has {what} {here} here and {there} there: data, settings or version "
                     "are not those of that run"
                 )
-        decision = self._core.decide(seen, **line["inputs"])
-        for key, value in logged.items():
-            if decision[key] != value:
-                raise MismatchError(
-                    f"{where}: {key} of the decision is {decision[key]} here and {value} there: "
-                    "the controller's settings or version are not those of that run"
-                )
+        decide_again(self._core, line, f"replay of {self._path}")
         return {"step": step, **{k: line[k] for k in ("observation", "decision", "inputs")}}
 
     def head(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dcp._dcp import FileError, MismatchError
-from dcp.controller import LOG_VERSION
+from dcp.controller import LOG_VERSION, decision_line
 
 __all__ = ["Metrics", "Replay", "Trace"]
 
@@ -86,7 +86,7 @@ class Replay:
                             f"log {path} has decisions of version {version!r}, this dcp reads "
                             f"{LOG_VERSION}"
                         )
-                    decisions[int(values["step"])] = _control_line(values)
+                    decisions[values["step"]] = decision_line(values)
             except (ValueError, KeyError, TypeError) as error:
                 if number < len(lines):  # the last line may be cut off by a kill
                     raise FileError(f"log {path}, line {number}: not a record: {error}") from error
@@ -121,18 +121,6 @@ class Replay:
                 f"replay of {self.path}: no times of step {record.step} for {len(busy)} ranks"
             )
         return found
-
-
-def _control_line(values: dict[str, Any]) -> dict[str, Any]:
-    """A line of the log, with what a replay needs of it."""
-    for key, inner in (
-        ("observation", ("arm", "loss")),
-        ("decision", ("arm", "lr_factor")),
-        ("inputs", ("reduce_bytes", "codec_s")),
-    ):
-        for name in inner:
-            values[key][name]  # a KeyError or TypeError says what is missing
-    return values
 
 
 class Metrics:

@@ -392,6 +392,23 @@ dcp_controller_save(const dcp_controller_t *controller, uint64_t *words)
     memcpy(words + HEAD_WORDS, &controller->state, sizeof controller->state);
 }
 
+/* Could a controller have come to these counts? A file may hold anything. */
+static int32_t
+is_sound(const control_state_t *state)
+{
+    const int64_t most = INT64_C(1) << 53;
+    const int64_t counts[] = {state->observed, state->arm_steps, state->noise_count,
+                              state->alarms};
+    int32_t sound = state->jumps >= -most && state->jumps <= most;
+    for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++) {
+        sound &= counts[i] >= 0 && counts[i] <= most;
+    }
+    for (int32_t q = 0; q < DCP_PRECISION_COUNT; q++) {
+        sound &= state->vetoed[q] >= 0 && state->vetoed[q] <= most;
+    }
+    return sound;
+}
+
 dcp_status_t
 dcp_controller_load(dcp_controller_t *controller, const uint64_t *words, int64_t count)
 {
@@ -407,6 +424,10 @@ dcp_controller_load(dcp_controller_t *controller, const uint64_t *words, int64_t
     control_state_t state;
     memcpy(&state, words + HEAD_WORDS, sizeof state);
     const dcp_control_options_t *o = &controller->options;
+    if (!is_sound(&state)) {
+        return DCP_FAIL(DCP_ERR_ARG, "controller state is damaged: its counts are "
+                                     "none that a controller comes to");
+    }
     if (words[1] != grid_hash(controller) || state.precision < 0
         || state.precision >= o->precision_count || state.multiple < 0
         || state.multiple >= o->multiple_count) {

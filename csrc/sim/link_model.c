@@ -10,6 +10,8 @@
 
 #include <math.h>
 
+static const double LONGEST_S = 1e8; /* the clock ends not far beyond */
+
 typedef struct link_model {
     dcp_network_t *network; /* owned */
     int64_t epoch_ns;
@@ -80,6 +82,11 @@ model_transfer(void *context, int64_t start_ns, const int64_t *bytes, int32_t si
         dcp_network_destroy(network);
     }
     DCP_TRY(status);
+    if (!(end_s < LONGEST_S)) {
+        return DCP_FAIL(DCP_ERR_ARG,
+                        "the link would take %g s for this transfer: its rate is too low",
+                        end_s - start_s);
+    }
     *end_ns_p = model->epoch_ns + (int64_t)ceil(end_s * 1e9);
     return DCP_OK;
 }

@@ -205,6 +205,84 @@ test_states_are_words_that_carry_everything(void)
     dcp_controller_destroy(NULL);
 }
 
+/* xorshift64*. */
+static uint64_t
+draw(uint64_t *state)
+{
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    return *state * UINT64_C(2685821657736338717);
+}
+
+/* Any number that a file or a wild measurement may hold. */
+static double
+any_number(uint64_t *state)
+{
+    static const double edges[] = {0.0, -1.0, 1e-320, 1e308, -1e308, 1.0};
+    uint64_t bits = draw(state);
+    double x;
+    memcpy(&x, &bits, sizeof x); /* NaN and Inf too */
+    return bits % 3 == 0 ? edges[(bits >> 8) % 6] : x;
+}
+
+/* Words that a disk has damaged are refused, or taken without harm: decisions go on and
+ * stay on the grid, whatever is observed. */
+static void
+test_damaged_states_and_wild_observations(void)
+{
+    dcp_control_options_t options = options_of(DCP_POLICY_JOINT);
+    uint64_t words[2048], seed = 88172645463325252u;
+    int taken = 0, refused = 0;
+    for (int trial = 0; trial < 2000; trial++) {
+        world_t world = {0};
+        dcp_control_world_t bound = table;
+        dcp_controller_t *controller;
+        dcp_decision_t decision;
+        bound.context = &world;
+        CHECK_OK(dcp_controller_create(&options, &controller));
+        int64_t count = dcp_controller_state_count(controller);
+        dcp_controller_save(controller, words);
+        for (uint64_t i = 0; i < 1 + draw(&seed) % 4; i++) {
+            uint64_t at = draw(&seed) % (uint64_t)count;
+            double x = any_number(&seed);
+            if (draw(&seed) % 2) {
+                words[at] ^= UINT64_C(1) << draw(&seed) % 64;
+            } else {
+                memcpy(&words[at], &x, sizeof x);
+            }
+        }
+        if (dcp_controller_load(controller, words, count) != DCP_OK) {
+            refused++;
+            dcp_controller_destroy(controller);
+            continue;
+        }
+        taken++;
+        for (int step = 0; step < 8; step++) {
+            dcp_observation_t o;
+            world.arm = dcp_controller_start(controller).arm;
+            CHECK_OK(observe(&world, &o));
+            double *const numbers[] = {
+                &o.step_s,       &o.compute_s, &o.codec_s,      &o.reduce_s,
+                &o.reduce_bytes, &o.loss,      &o.gather_bytes, &o.latency_s,
+                &o.mean_squares, &o.error[3],  &o.micro_squares};
+            *numbers[draw(&seed) % (sizeof numbers / sizeof numbers[0])] =
+                any_number(&seed);
+            dcp_status_t status =
+                dcp_controller_decide(controller, &bound, &o, &decision);
+            CHECK(status == DCP_OK || status == DCP_ERR_ARG);
+            int on_grid = 0;
+            for (int32_t i = 0; status == DCP_OK && i < options.multiple_count; i++) {
+                on_grid |= decision.arm.multiple == options.multiples[i];
+            }
+            CHECK(on_grid == (status == DCP_OK));
+            world.step++;
+        }
+        dcp_controller_destroy(controller);
+    }
+    CHECK(taken > 100 && refused > 100);
+}
+
 static void
 test_formulas(void)
 {
@@ -229,6 +307,7 @@ main(void)
     test_every_policy_goes_through_the_table();
     test_states_are_words_that_carry_everything();
     test_what_the_world_decides_holds();
+    test_damaged_states_and_wild_observations();
     test_formulas();
     check_every_alloc(life);
     return check_finish();

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dcp
 from dcp import cli
 from dcp.controller import DecisionLog
 from dcp.time_to_loss import POLICIES, Setup, decision_log, time_to_loss
+from dcp.trainer_log import Replay
 
 Capture = pytest.CaptureFixture[str]
 QUICK = ("--target", 6, "--seeds", 1, "--dwell", 20)
@@ -172,6 +176,35 @@ def test_logs_that_are_none(command: str, log: Path, capsys: Capture, tmp_path: 
         code, out, err = run_cli(capsys, command, path, "--json", "-")
         assert code == cli.BAD_INPUT and out == ""
         assert message in err and len(err.strip().splitlines()) == 1
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damaged_logs_are_errors_of_dcp(log: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """A value of some line is replaced or gone, or bytes are: read, replayed, or refused."""
+    lines = log.read_text().splitlines()[:20]
+    number = data.draw(st.integers(0, len(lines) - 1))
+    values: Any = json.loads(lines[number])
+    place = values
+    while isinstance(place, dict) and place:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or data.draw(st.booleans()):
+            place[key] = data.draw(st.sampled_from([None, 3, -1.5, 1e300, 2**70, "x", [], {}]))
+            if data.draw(st.booleans()):
+                del place[key]
+            break
+        place = place[key]
+    lines[number] = json.dumps(values)
+    if data.draw(st.booleans()):
+        cut = data.draw(st.integers(0, len(lines[number])))
+        lines[number] = lines[number][:cut]
+    path = tmp_path / "damaged.jsonl"
+    path.write_text("\n".join(lines))
+    with contextlib.suppress(dcp.Error):
+        Replay.read(path)
+    with contextlib.suppress(dcp.Error):
+        found = DecisionLog.read(path)
+        found.replay()
 
 
 def test_pictures(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import dcp
 from dcp.link import Link, cost_under
@@ -170,6 +173,10 @@ def test_specifications_are_read_and_written() -> None:
         ("1Gbit,dwell=-1s", "dwell_s = -1"),
         ("1Gbit,duty=1", "duty = 1"),
         ("1Gbit,period=0s", "period_s = 0"),
+        ("1Gbit,period=1us", "period_s = 1e-06 must be >= 0.001"),
+        ("1Gbit,dwell=1us", "dwell_s = 1e-06 must be 0 or >= 0.001"),
+        ("1Gbit,latency=2e9s", "latency_s = 2000000000.0 must lie in 0..3600"),
+        ("1bit", "rate = 0.125 must be >= 1"),
         ("1Gbit,machine_ranks=0", "machine_ranks = 0"),
         ("1Gbit,seed=1,seed=2", "twice"),
         ("1Gbit,background", "KEY=VALUE"),
@@ -179,6 +186,50 @@ def test_specifications_are_read_and_written() -> None:
 def test_impossible_links_are_errors(text: str, message: str) -> None:
     with pytest.raises(dcp.ArgumentError, match=message):
         Link.parse(text)
+
+
+pieces = st.sampled_from(
+    "1Gbit|50MB|1e3|bit|,|=|-|nan|1e999|20s|3|ms| |0x1|background|dwell|latency|duty|period|"
+    "machine_ranks|seed".split("|")
+)
+
+
+@settings(max_examples=300)
+@given(st.one_of(st.text(max_size=30), st.lists(pieces, max_size=12).map("".join)))
+@example("1Gbit,seed=" + "9" * 5000)
+def test_any_text_is_a_link_that_is_written_alike_or_an_error(text: str) -> None:
+    try:
+        link = Link.parse(text)
+    except dcp.ArgumentError:
+        return
+    assert Link.parse(link.text) == link
+
+
+@given(
+    st.builds(
+        Link,
+        rate=st.floats(1, 1e15),
+        background=st.integers(0, 64),
+        dwell_s=st.one_of(st.just(0.0), st.floats(1e-3, 1e6)),
+        latency_s=st.floats(0, 3600),
+        duty=st.floats(1e-6, 0.999),
+        period_s=st.floats(1e-3, 1e6),
+        machine_ranks=st.integers(1, 100),
+        seed=st.integers(0, 2**64 - 1),
+    )
+)
+def test_every_link_is_written_as_it_is_read(link: Link) -> None:
+    again = Link.parse(link.text)
+    assert dataclasses.replace(again, rate=link.rate) == link
+    assert again.rate == pytest.approx(link.rate, rel=1e-11)
+
+
+def test_a_transfer_without_end_is_an_error() -> None:
+    def work(world: Any) -> None:
+        world.allreduce(np.ones(1 << 25, np.float32))
+
+    with pytest.raises(dcp.ArgumentError, match="rate is too low"):
+        dcp.launch(work, 2, link=Link.parse("1B"))
 
 
 def test_machines_must_have_equally_many_ranks() -> None:

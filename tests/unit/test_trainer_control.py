@@ -260,7 +260,7 @@ def test_replay_takes_decisions_from_the_log(tmp_path: Path) -> None:
             lambda line: line["observation"]["arm"].update(multiple=2),
             r"step 3 has arm .*'multiple': 4\} here .*'multiple': 2\} there",
         ),
-        (lambda line: line["decision"].update(lr_factor=9.0), "lr_factor of the decision is 1.5"),
+        (lambda line: line["decision"].update(lr_factor=9.0), "lr_factor after step 3 is 1.5"),
     ],
 )
 def test_replay_of_another_run_is_refused(tmp_path: Path, change: Any, words: str) -> None:
