@@ -136,7 +136,7 @@ meet(emulated_comm_t *comm, const int64_t *extra, int32_t extra_count,
         int64_t other_ns = comm->words[(int64_t)r * each];
         start_ns = other_ns > start_ns ? other_ns : start_ns;
     }
-    comm->base.wait_ns = dcp_clock_ns() - came_ns;
+    comm->base.wait_ns = start_ns - came_ns; /* data is on the link from then on */
     *start_ns_p = start_ns;
     return DCP_OK;
 }
