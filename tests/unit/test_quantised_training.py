@@ -85,11 +85,14 @@ def test_ranks_agree_and_runs_repeat_bit_for_bit(ranks: int) -> None:
     assert len(set(shas)) == (1 if ranks == 1 else len(PRECISIONS)), "precisions differ"
 
 
-def losses_of(world: Any, precision: str, max_tokens: int, seed: int) -> list[float]:
+def losses_of(
+    world: Any, precision: str, max_tokens: int, seed: int, optimizer: Any = ADAMW
+) -> list[float]:
     steps, out = iter(loader_of(world, 2048, max_tokens=max_tokens)), []
     with dcp.fully_shard(config_of(), world) as model:
         for number in range(12):
             options = {"lr": 5e-3, "precision": precision, "quantise_seed": seed}
+            options["optimizer"] = optimizer
             out.append(step_of(model, next(steps), number, **options).loss)
     return out
 
@@ -108,6 +111,24 @@ def test_other_plans_are_the_same_training_within_the_noise() -> None:
     assert 0 < spread < 0.02 * (exact[0][0] - exact[0][-1]), "rounding is no training"
     assert abs(last[0].mean() - last[1].mean()) < 4 * spread
     assert abs(last.mean() - exact[:, -1].mean()) < 4 * spread
+
+
+def of_an_optimizer(world: Any, optimizer: Any) -> list[list[float]]:
+    return [
+        losses_of(world, precision, 2048, 0, optimizer) for precision in ("fp32", "int8", "int4")
+    ]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon", "Shampoo"])
+def test_few_bits_train_with_every_optimizer(name: str) -> None:
+    """Facts 6 (deepspeed #4886, #5046): the losses of fp32, step after step, and no special case."""
+    optimizer = getattr(dcp.optim, name)(lr=5e-3)
+    exact, int8, int4 = np.array(dcp.launch(of_an_optimizer, 2, (optimizer,))[0])
+    learnt = exact[0] - exact[-1]
+    assert learnt > 0.1, exact
+    assert np.abs(int8 - exact).max() < 0.03 * learnt, int8 - exact
+    assert np.abs(int4 - exact).max() < 0.15 * learnt, int4 - exact
+    assert not np.array_equal(int8, exact) and not np.array_equal(int4, int8)
 
 
 # ---- nothing is lost ----
