@@ -22,14 +22,14 @@ from dcp._dcp import ArgumentError, FileError, MismatchError
 __all__ = ["Controller", "DecisionLog"]
 
 LOG_VERSION = 1
-REASONS = {
-    1: "start",
-    2: "another arm is better",
+_REASONS = {  # bits of a decision's `reasons` (csrc/include/dcp/control.h)
+    1: "first choice",
+    2: "promises less time to the target",
     4: "bandwidth jumped",
-    8: "times are not as predicted",
-    16: "its error is too large",
-    32: "the loss rises",
-    64: "step skipped",
+    8: "steps took other times than predicted",
+    16: "error of a precision too great",
+    32: "loss rises",
+    64: "step was not finite",
 }
 
 
@@ -376,6 +376,6 @@ def reasons(flags: int) -> list[str]:
     --------
     >>> from dcp.controller import reasons
     >>> reasons(6)
-    ['another arm is better', 'bandwidth jumped']
+    ['promises less time to the target', 'bandwidth jumped']
     """
-    return [text for bit, text in REASONS.items() if flags & bit]
+    return [text for bit, text in _REASONS.items() if flags & bit]

@@ -5,20 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp import controller
+
 __all__ = ["ControlView", "arm_text", "bandwidth_text", "reason_text"]
 
 HISTORY = 40  # steps of the strip of arms
 WIDTH = 80  # of the panel: a fixed one does not jump
-# bits of `reasons` (csrc/include/dcp/control.h), what a person reads
-_REASONS = {
-    1: "first choice",
-    2: "promises less time to the target",
-    4: "bandwidth jumped",
-    8: "steps took other times than predicted",
-    16: "error of a precision too great",
-    32: "loss rises",
-    64: "step was not finite",
-}
 
 
 def arm_text(arm: dict[str, Any] | None) -> str:
@@ -60,7 +52,7 @@ def reason_text(reasons: int) -> str:
     >>> reason_text(2 | 4), reason_text(0)
     ('promises less time to the target, bandwidth jumped', '-')
     """
-    return ", ".join(text for bit, text in _REASONS.items() if reasons & bit) or "-"
+    return ", ".join(controller.reasons(reasons)) or "-"
 
 
 def _seconds(value: float | None) -> str:

@@ -140,7 +140,7 @@ def test_show(log: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.Mo
         assert row["bandwidth"] == line["decision"]["bandwidth"]
         assert row["noise_tokens"] == line["decision"]["noise_tokens"]
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert "another arm is better" in err and "policy joint" in err
+    assert "promises less time to the target" in err and "policy joint" in err
     assert run_cli(capsys, "show", log.parent)[0] == 0, "the folder of a run"
 
 
