@@ -121,7 +121,7 @@ def of_an_optimizer(world: Any, optimizer: Any) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Muon", "Shampoo"])
 def test_few_bits_train_with_every_optimizer(name: str) -> None:
-    """Facts 6 (deepspeed #4886, #5046): the losses of fp32, step after step, and no special case."""
+    """As deepspeed #4886, #5046 ask: the losses of fp32, step after step, and no special case."""
     optimizer = getattr(dcp.optim, name)(lr=5e-3)
     exact, int8, int4 = np.array(dcp.launch(of_an_optimizer, 2, (optimizer,))[0])
     learnt = exact[0] - exact[-1]
