@@ -413,49 +413,6 @@ world_estimates(const dcp_control_world_t *world,
     return dict;
 }
 
-/* Runs dcp_controller_step, and keeps what was observed. */
-typedef struct watched_world {
-    dcp_control_world_t inner;
-    dcp_observation_t observation;
-} watched_world_t;
-
-static dcp_status_t
-watched_observe(void *context, dcp_observation_t *observation_p)
-{
-    watched_world_t *watched = context;
-    DCP_TRY(watched->inner.observe(watched->inner.context, &watched->observation));
-    *observation_p = watched->observation;
-    return DCP_OK;
-}
-
-static dcp_status_t
-watched_apply(void *context, dcp_decision_t *decision_p)
-{
-    watched_world_t *watched = context;
-    return watched->inner.apply(watched->inner.context, decision_p);
-}
-
-static double
-watched_reduce_bytes(void *context, dcp_precision_t precision)
-{
-    watched_world_t *watched = context;
-    return watched->inner.reduce_bytes(watched->inner.context, precision);
-}
-
-static double
-watched_reduce_calls(void *context, dcp_precision_t precision)
-{
-    watched_world_t *watched = context;
-    return watched->inner.reduce_calls(watched->inner.context, precision);
-}
-
-static double
-watched_codec_s(void *context, dcp_precision_t precision)
-{
-    watched_world_t *watched = context;
-    return watched->inner.codec_s(watched->inner.context, precision);
-}
-
 PyObject *
 bind_control_step(PyObject *controller_object, PyObject *object)
 {
@@ -472,26 +429,24 @@ bind_control_step(PyObject *controller_object, PyObject *object)
     if (sharded == NULL) {
         return NULL;
     }
-    watched_world_t watched;
+    dcp_control_world_t world;
+    dcp_observation_t observation;
     dcp_decision_t decision;
-    dcp_status_t status = dcp_sharded_control_world(sharded, &watched.inner);
-    dcp_control_world_t world = {.context = &watched,
-                                 .observe = watched_observe,
-                                 .apply = watched_apply,
-                                 .reduce_bytes = watched_reduce_bytes,
-                                 .reduce_calls = watched_reduce_calls,
-                                 .codec_s = watched_codec_s};
+    dcp_status_t status = dcp_sharded_control_world(sharded, &world);
     if (status == DCP_OK) {
         BIND_NOGIL(status, dcp_controller_step(controller, &world, &decision));
+    }
+    if (status == DCP_OK) { /* what it saw: the latest step's, still */
+        status = world.observe(world.context, &observation);
     }
     if (status != DCP_OK) {
         return bind_raise(status);
     }
-    PyObject *seen = bind_observation(&watched.observation);
+    PyObject *seen = bind_observation(&observation);
     PyObject *decided = bind_decision(&decision);
-    PyObject *bytes = world_estimates(&watched.inner, watched.inner.reduce_bytes);
-    PyObject *calls = world_estimates(&watched.inner, watched.inner.reduce_calls);
-    PyObject *codec = world_estimates(&watched.inner, watched.inner.codec_s);
+    PyObject *bytes = world_estimates(&world, world.reduce_bytes);
+    PyObject *calls = world_estimates(&world, world.reduce_calls);
+    PyObject *codec = world_estimates(&world, world.codec_s);
     PyObject *out = NULL;
     if (seen != NULL && decided != NULL && bytes != NULL && calls != NULL
         && codec != NULL) {

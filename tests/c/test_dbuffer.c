@@ -1,12 +1,12 @@
 /* shard DBuffer: layouts of groups, sums, norms. Ranks are threads over the shm
  * transport; what a norm gives must be the same bits in every world. */
 #include "check.h"
+#include "rank_threads.h"
 
 #include "dcp/dbuffer.h"
 #include "dcp/rng.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -448,13 +448,11 @@ rank_main(void *argument)
 static void
 run_world(const model_t *m, int32_t size, use_func_t use, rank_task_t *tasks)
 {
-    pthread_t threads[RANK_SLOTS];
     for (int32_t rank = 0; rank < size; rank++) {
         tasks[rank] = (rank_task_t){.rank = rank, .size = size, .model = m, .use = use};
-        CHECK(pthread_create(&threads[rank], NULL, rank_main, &tasks[rank]) == 0);
     }
+    run_rank_threads(rank_main, tasks, sizeof tasks[0], size);
     for (int32_t rank = 0; rank < size; rank++) {
-        pthread_join(threads[rank], NULL);
         CHECK(tasks[rank].result.status == DCP_OK);
         if (tasks[rank].result.status != DCP_OK) {
             printf("rank %d of %d: %s\n", rank, size, tasks[rank].result.message);

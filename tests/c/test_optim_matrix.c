@@ -2,13 +2,13 @@
  * the same bits in every world, with windows and with messages. Ranks are threads over
  * the shm transport. */
 #include "check.h"
+#include "rank_threads.h"
 
 #include "optim/optim_private.h"
 
 #include "dcp/rng.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <string.h>
 #include <unistd.h>
@@ -329,7 +329,6 @@ static void
 run_world(world_t *world)
 {
     static int32_t number;
-    pthread_t threads[RANK_SLOTS];
     rank_task_t tasks[RANK_SLOTS];
     world->device = world->device == NULL ? dcp_device_cpu() : world->device;
     alloc_together(world);
@@ -338,10 +337,9 @@ run_world(world_t *world)
         tasks[rank] = (rank_task_t){.world = world, .rank = rank};
         snprintf(tasks[rank].run_id, sizeof tasks[rank].run_id, "test-matrix-%d-%d",
                  (int)getpid(), (int)number);
-        CHECK(pthread_create(&threads[rank], NULL, rank_main, &tasks[rank]) == 0);
     }
+    run_rank_threads(rank_main, tasks, sizeof tasks[0], world->size);
     for (int32_t rank = 0; rank < world->size; rank++) {
-        pthread_join(threads[rank], NULL);
         CHECK((tasks[rank].status != DCP_OK) == world->fails);
         world->numeric_count += tasks[rank].status == DCP_ERR_NUMERIC;
         if (tasks[rank].status != DCP_OK && !world->fails) {

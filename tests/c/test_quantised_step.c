@@ -3,12 +3,12 @@
  * what is left are the sum of all gradients; steps that end in no update take nothing
  * of residuals; memory that runs out is an error that leaves nothing behind. */
 #include "check.h"
+#include "rank_threads.h"
 
 #include "dcp/reducer.h"
 #include "dcp/train.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -230,14 +230,12 @@ rank_main(void *argument)
 static void
 run_world(const task_t *how, task_t *tasks)
 {
-    pthread_t threads[RANK_SLOTS];
     for (int32_t rank = 0; rank < how->size; rank++) {
         tasks[rank] = *how;
         tasks[rank].rank = rank;
-        CHECK(pthread_create(&threads[rank], NULL, rank_main, &tasks[rank]) == 0);
     }
+    run_rank_threads(rank_main, tasks, sizeof tasks[0], how->size);
     for (int32_t rank = 0; rank < how->size; rank++) {
-        pthread_join(threads[rank], NULL);
         bool is_meant = how->event == DISAGREE_AT_2 || how->machine_ranks == 3;
         if (tasks[rank].status != DCP_OK && !is_meant) {
             printf("rank %d of %d, %s: %s\n", (int)rank, (int)how->size,

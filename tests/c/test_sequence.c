@@ -1,13 +1,13 @@
 /* Groups of ranks: which rows and heads a rank gets, the kernels' parts that serve
  * them, and whole gradients, with ranks as threads over the shm transport. */
 #include "check.h"
+#include "rank_threads.h"
 
 #include "dcp/kernels.h"
 #include "dcp/rng.h"
 #include "train/sequence.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -485,15 +485,11 @@ rank_main(void *argument)
 static void
 run_world(const task_t *like, task_t *tasks)
 {
-    pthread_t threads[SLOTS];
     for (int32_t rank = 0; rank < like->size; rank++) {
         tasks[rank] = *like;
         tasks[rank].rank = rank;
-        CHECK(pthread_create(&threads[rank], NULL, rank_main, &tasks[rank]) == 0);
     }
-    for (int32_t rank = 0; rank < like->size; rank++) {
-        pthread_join(threads[rank], NULL);
-    }
+    run_rank_threads(rank_main, tasks, sizeof tasks[0], like->size);
 }
 
 static double

@@ -3,10 +3,10 @@
  * whatever a rank's neighbours do; memory that runs out is an error that leaves nothing
  * behind. */
 #include "check.h"
+#include "rank_threads.h"
 
 #include "dcp/train.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -189,15 +189,11 @@ rank_main(void *argument)
 static void
 run_world(int32_t size, int32_t mode, const int64_t *counts, task_t *tasks)
 {
-    pthread_t threads[RANK_SLOTS];
     for (int32_t rank = 0; rank < size; rank++) {
         tasks[rank] = (task_t){
             .rank = rank, .size = size, .mode = mode, .batch_count = counts[rank]};
-        CHECK(pthread_create(&threads[rank], NULL, rank_main, &tasks[rank]) == 0);
     }
-    for (int32_t rank = 0; rank < size; rank++) {
-        pthread_join(threads[rank], NULL);
-    }
+    run_rank_threads(rank_main, tasks, sizeof tasks[0], size);
 }
 
 static void
