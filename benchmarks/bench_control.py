@@ -52,7 +52,9 @@ def train(*options: Any) -> dict[str, Any]:
     command += [*map(str, options), "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-2000:]}")
+        text = f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-2000:]}"
+        print(text, flush=True)  # pytest-benchmark says nothing of failures when it writes JSON
+        raise RuntimeError(text)
     return json.loads(done.stdout)
 
 

@@ -15,7 +15,7 @@ import click
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.arm_panel import bandwidth_text
 from dcp.cli.clusters import show_on, writable
-from dcp.cli.show import counting
+from dcp.cli.show import counting, save_picture
 
 
 @click.group("control")
@@ -196,24 +196,13 @@ def simulate(
     if plot is not None:
         from dcp.control_plot import draw_sweep
 
-        _save(draw_sweep(sweep), plot)
+        save_picture(draw_sweep(sweep), plot)
     _show_sweep(sweep, setup, seeds, json_to)
     return {
         "results": sweep.to_json(),
         "setup": dataclasses.asdict(setup),
         "published": {"decoupled_over_joint": list(time_to_loss.PUBLISHED_BAND)},
     }
-
-
-def _save(figure: Any, path: str) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib does not know the format
-        raise InputError(f"--plot {path}: {str(error).splitlines()[0]}") from error
-    finally:
-        import matplotlib.pyplot as plt
-
-        plt.close(figure)
 
 
 def _table(*heads: str) -> Any:
@@ -313,7 +302,7 @@ def show(json_to: str | None, log: str, plot: str | None) -> dict[str, Any]:
     if plot is not None:
         from dcp.control_plot import draw_decisions
 
-        _save(draw_decisions(read), plot)
+        save_picture(draw_decisions(read), plot)
     arms = _arms(rows)
     _show_log(read, rows, arms, json_to)
     return {"settings": read.settings, "arms": arms, "steps": rows}

@@ -13,6 +13,7 @@ import click
 import dcp
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import show_on, writable
+from dcp.cli.show import save_picture
 
 if TYPE_CHECKING:
     from dcp.layout_groups import Buffer, TensorGroup
@@ -457,14 +458,7 @@ def _draw(plans: list[_Plan], model: str, order: str, path: str) -> None:
         sorted(curves.items(), key=lambda item: not item[0].endswith(("row", "rows"))),
         title=f"{model}, sharded at block borders",
     )
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib does not know the format
-        raise InputError(f"--plot {path}: {str(error).splitlines()[0]}") from error
-    finally:
-        import matplotlib.pyplot as plt
-
-        plt.close(figure)
+    save_picture(figure, path)
 
 
 def _between(widest: int) -> list[int]:

@@ -11,6 +11,7 @@ import click
 
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import cluster, cluster_options, show_on, strategies, writable
+from dcp.cli.show import save_picture
 
 MOST_RANKS_ON_TERMINAL = 32
 
@@ -70,7 +71,7 @@ def command(
     _refuse_if_none(results)
     best = min((r for r in results if not r.message), key=lambda r: r.makespan_s)
     if plot is not None:
-        _draw(best.plans[0], plot)
+        save_picture(best.plans[0].plot().figure, plot)
     _show(results, best, where, json_to)
     return {
         "world": world,
@@ -166,14 +167,6 @@ def _refuse_if_none(results: list[_Result]) -> None:
             return
     assert results[0].error is not None
     raise results[0].error
-
-
-def _draw(plan: Any, path: str) -> None:
-    try:
-        figure = plan.plot().figure
-        figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib does not know the format
-        raise InputError(f"--plot {path}: {str(error).splitlines()[0]}") from error
 
 
 def _show(results: list[_Result], best: _Result, where: Any, json_to: str | None) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
-__all__ = ["counting", "duration", "size"]
+from dcp.cli import InputError
+
+__all__ = ["counting", "duration", "save_picture", "size"]
 
 
 def size(count: int | None) -> str:
@@ -26,6 +29,18 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def save_picture(figure: Any, path: str) -> None:
+    """Write what `--plot` asked for, and forget it."""
+    import matplotlib.pyplot as plt
+
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # matplotlib does not know the format
+        raise InputError(f"--plot {path}: {str(error).splitlines()[0]}") from error
+    finally:
+        plt.close(figure)
 
 
 @contextlib.contextmanager

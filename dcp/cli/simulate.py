@@ -8,7 +8,7 @@ import click
 
 from dcp.cli import InputError, common, reading_input
 from dcp.cli.clusters import cluster, cluster_options, show_on, strategies, writable
-from dcp.cli.show import counting
+from dcp.cli.show import counting, save_picture
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> list[int]:
@@ -146,17 +146,10 @@ def command(
         )
     base = over if over in chosen else chosen[0]
     if plot is not None:
-        _draw(result, plot, base)
+        panels = result.plot(over=base)
+        save_picture((panels[0] if isinstance(panels, list) else panels).figure, plot)
     _show(result, where, base, json_to)
     return result.to_json()
-
-
-def _draw(result: Any, path: str, base: str) -> None:
-    panels = result.plot(over=base)
-    try:
-        (panels[0] if isinstance(panels, list) else panels).figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib does not know the format
-        raise InputError(f"--plot {path}: {str(error).splitlines()[0]}") from error
 
 
 def _show(result: Any, where: Any, base: str, json_to: str | None) -> None:

@@ -177,6 +177,8 @@ weigh_panel(const forward_t *f, const group_t *g, int nv, int masked, int64_t co
                 s[r][v] = mask_select(mask_below(seen + r * step - v * VF), s[r][v],
                                       vf_set(-INFINITY));
             }
+            /* compared as integers, on pipes that the multiply-adds do not need: right
+             * for a limit above 0 (negative ones order wrongly, and stay below it) */
             top = vi_max((vi)s[r][v], top);
         }
     }

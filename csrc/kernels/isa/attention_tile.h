@@ -131,22 +131,6 @@ any_greater(vf a, vf b)
 }
 #endif
 
-/* Larger of two, compared as integers: right for a limit test against a positive number
- * (negative scores order wrongly among themselves, and stay below it), on pipes that
- * the multiply-adds do not need. */
-INLINE vi
-vi_max(vi a, vi b)
-{
-#if defined(__AVX512F__)
-    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    vi take_a = a > b;
-    return (a & take_a) | (b & ~take_a);
-#endif
-}
-
 /* ---- exponential ---- */
 
 /* 2^y, relative error below 2e-7: y = n + f, |f| <= 1/2, 2^f by a minimax polynomial of

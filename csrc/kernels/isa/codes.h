@@ -113,21 +113,8 @@ narrow(uint8_t *p, const vi x[FOUR])
 #endif
 }
 
-VF_INLINE vi
-integer_max(vi a, vi b)
-{
-#if defined(__AVX512F__)
-    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#else
-    vi take_a = a > b;
-    return (a & take_a) | (b & ~take_a);
-#endif
-}
-
 static inline int32_t
-integer_max_across(vi x) /* of lanes >= 0 */
+vi_max_across(vi x) /* of lanes >= 0 */
 {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
@@ -175,7 +162,7 @@ encode_fp8(const format_t format, vf y, vi random, const int nearest)
     const int drop = 23 - format.mantissa, fraction_bits = nearest ? 0 : 8;
     vf size = vf_abs(y);
     vi exponent = (vi)y & INFINITE;
-    exponent = integer_max(exponent, (vi){0} + least_normal);
+    exponent = vi_max(exponent, (vi){0} + least_normal);
     /* 2^23 last bits, or 256ths of them: the sum's low bits count those in y */
     vi shift = exponent + ((drop - fraction_bits) << 23);
     vi bits = (vi)(size + (vf)shift) - shift;

@@ -100,9 +100,9 @@ largest_bits(const float *x)
 {
     vi largest = {0};
     for (int i = 0; i < BLOCK; i += VF) {
-        largest = integer_max(largest, (vi)vf_load(x + i) & INT32_MAX);
+        largest = vi_max(largest, (vi)vf_load(x + i) & INT32_MAX);
     }
-    return integer_max_across(largest);
+    return vi_max_across(largest);
 }
 
 /* What is to be sent: x itself where it may be read as it is. */

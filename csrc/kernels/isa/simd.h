@@ -92,6 +92,19 @@ vf_store_part(float *p, vf x, int64_t count)
  * fewer; inlined, the first is a plain load. */
 #define VF_INLINE static inline __attribute__((always_inline))
 
+VF_INLINE vi
+vi_max(vi a, vi b)
+{
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vi take_a = a > b;
+    return (a & take_a) | (b & ~take_a);
+#endif
+}
+
 VF_INLINE vf
 vf_get(const float *p, int64_t count)
 {
