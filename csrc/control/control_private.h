@@ -85,11 +85,12 @@ int32_t control_monitor(dcp_controller_t *controller, double predicted_s,
 int32_t control_veto(dcp_controller_t *controller,
                      const dcp_observation_t *observation);
 void control_veto_restart(control_state_t *state);
+/* w1 of a precision; NaN: not measured yet. */
+double control_error(const dcp_controller_t *controller, int32_t precision);
 int32_t control_allowed(const dcp_controller_t *controller, int32_t precision);
 
 /* objective.c. B_s in tokens: NaN before it is known. */
 double control_noise_tokens(const dcp_controller_t *controller);
-double control_error(const dcp_controller_t *controller, int32_t precision);
 /* Seconds that the calls of a step in a precision take whatever they move. */
 double control_latency_s(const dcp_controller_t *controller,
                          const dcp_control_world_t *world, int32_t precision);

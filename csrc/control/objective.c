@@ -45,17 +45,6 @@ control_noise_tokens(const dcp_controller_t *controller)
     return square * most > trace ? trace / square : most;
 }
 
-double
-control_error(const dcp_controller_t *controller, int32_t precision)
-{
-    dcp_precision_t which = controller->precisions[precision];
-    if (which == DCP_PRECISION_FP32) {
-        return 0.0;
-    }
-    const control_mean_t *mean = &controller->state.error[which];
-    return mean->weight > 0 ? control_mean_value(mean) : NAN;
-}
-
 static double
 tokens_of(const dcp_controller_t *controller)
 {

@@ -10,6 +10,17 @@
 
 enum { LEAST_POINTS = 12, MOST_POINTS = 64, VETO_STEPS = 64 };
 
+double
+control_error(const dcp_controller_t *controller, int32_t precision)
+{
+    dcp_precision_t which = controller->precisions[precision];
+    if (which == DCP_PRECISION_FP32) {
+        return 0.0;
+    }
+    const control_mean_t *mean = &controller->state.error[which];
+    return mean->weight > 0 ? control_mean_value(mean) : NAN;
+}
+
 void
 control_veto_restart(control_state_t *state)
 {
