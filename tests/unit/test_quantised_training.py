@@ -16,6 +16,7 @@ import pytest
 from test_control_run import PRECISIONS, config_of, documents, loader_of, step_of
 
 import dcp
+from dcp.link import Link
 from dcp.cli import run as run_command
 
 ADAMW = dcp.optim.AdamW(lr=1e-3)
@@ -603,6 +604,36 @@ def test_a_nan_on_one_rank(precision: str) -> None:
 
 
 # ---- one controller ----
+
+
+def over_a_far_link(world: Any, precision: str, gather: str) -> Any:
+    controller = dcp.Controller("static", precisions=[precision], base=precision)
+    core, steps = controller.bind(1024, world.size, None), iter(loader_of(world, rounds=True))
+    decision: dict[str, Any] = {}
+    with dcp.fully_shard(config_of(), world, windows=False, gather=gather) as model:
+        for number in range(5):
+            options = {"precision": precision, "statistics": True}
+            result = step_of(model, next(steps), number, **options)
+            model.note_step(precision, 1, 1.0)
+            seen, decision, inputs = core.step(model.core)
+            moved_s = seen["reduce_s"] + seen["gather_s"]
+            calls = seen["gather_calls"] + inputs["reduce_calls"][precision]
+            far_s = calls * 0.02 + (result.reduced_bytes + result.gathered_bytes) / 1e6
+            assert 0.99 * far_s < moved_s < 2 * far_s, (calls, moved_s, far_s)
+    return seen["gather_calls"], inputs["reduce_calls"], decision
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_latency_and_bandwidth_of_a_link_are_found(precision: str, gather: str) -> None:
+    """8 Mbit/s with 20 ms a call: what few bytes wait for is not taken for a slow link."""
+    link = Link.parse("8Mbit,latency=20ms")
+    found = dcp.launch(over_a_far_link, 2, (precision, gather), link=link)
+    gather_calls, reduce_calls, decision = found[0]
+    assert gather_calls == (3 if gather == "step" else 4)  # embedding, layer, head, layer
+    assert reduce_calls["fp32"] == 3 and reduce_calls["int8"] == 1
+    assert decision["latency_s"] == pytest.approx(0.02, abs=0.01)
+    assert decision["bandwidth"] == pytest.approx(1e6, rel=0.5)
 
 
 def of_two_minds(world: Any) -> Any:
