@@ -16,8 +16,8 @@ import pytest
 from test_control_run import PRECISIONS, config_of, documents, loader_of, step_of
 
 import dcp
-from dcp.link import Link
 from dcp.cli import run as run_command
+from dcp.link import Link
 
 ADAMW = dcp.optim.AdamW(lr=1e-3)
 
