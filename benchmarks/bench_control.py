@@ -31,6 +31,7 @@ import pytest
 
 import dcp
 
+pytestmark = pytest.mark.timeout(0)  # tests have minutes, these take hours
 POLICIES = ("joint", "decoupled", "precision", "accumulation", "static")
 FIXED = tuple(itertools.product(("bf16", "int8", "int4"), (1, 2, 4)))
 TARGET, EVAL_EVERY, STEPS = 2.6, 4, 150
