@@ -32,6 +32,7 @@ typedef struct control_state {
     int64_t jumps;   /* in a row, of one direction: its sign */
     double jump_sum; /* of their logs */
 
+    int64_t in_adam; /* noise and errors are in the optimizer's metric */
     int64_t noise_count;
     control_mean_t trace, square;   /* of steps: gradient noise */
     control_mean_t within, between; /* traces: inside steps, from step to step */

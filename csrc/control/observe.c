@@ -10,6 +10,7 @@
 
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 static const double TIME_MEAN = 0.2;
 static const double ERROR_MEAN = 0.2;
@@ -18,6 +19,20 @@ static int32_t
 uses_adam(const dcp_controller_t *controller, double adam)
 {
     return controller->options.lr_rule == DCP_LR_SQRT_GAIN && !isnan(adam);
+}
+
+/* What was learnt in one metric does not go on in the other. */
+static void
+choose_metric(dcp_controller_t *controller, const dcp_observation_t *o)
+{
+    control_state_t *state = &controller->state;
+    if (state->in_adam || !uses_adam(controller, o->adam_micro_squares)) {
+        return;
+    }
+    state->in_adam = 1;
+    state->noise_count = 0;
+    state->trace = state->square = (control_mean_t){0};
+    memset(state->error, 0, sizeof state->error);
 }
 
 static void
@@ -121,6 +136,7 @@ control_learn(dcp_controller_t *controller, const dcp_control_world_t *world,
     }
     reasons |=
         control_monitor(controller, predicted_s, o->step_s, explained, log_bandwidth);
+    choose_metric(controller, o);
     learn_noise(controller, o);
     learn_errors(controller, o);
     state->observed++;

@@ -213,13 +213,50 @@ state_runs(const void *object, int32_t state, const dcp_state_run_t **runs_p,
     *run_count_p = adamw->states.run_count;
 }
 
+static double
+beta2_of(const adamw_t *adamw, const dcp_dbuffer_run_t *run)
+{
+    return adamw->context->options.tensors[run->tensor].rule.beta2;
+}
+
 static void
 second_moments(const void *object, dcp_second_moment_visit_t visit, void *context)
 {
     const adamw_t *adamw = object;
     for (int64_t i = 0; i < adamw->states.run_count; i++) {
         const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
-        visit(context, run->tensor, run->first, run->count, adamw->ops[i].v);
+        visit(context, run->tensor, run->first, run->count, adamw->ops[i].v,
+              beta2_of(adamw, run));
+    }
+}
+
+/* Of one run: decoded in pieces that do not end with every short row. */
+static void
+second_moments8_run(const adamw_t *adamw, int64_t i, const float *values,
+                    dcp_second_moment_visit_t visit, void *context)
+{
+    enum { PIECE = 16 * DCP_ADAMW8BIT_BLOCK };
+    const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
+    const dcp_adamw8bit_args_t *op = &adamw->ops8[i];
+    const float *scale = op->v_scale; /* blocks lie in the order of elements */
+    float v[PIECE];
+    int64_t seen = 0, held = 0;
+    while (seen < run->count) {
+        int64_t rest = op->width - (seen + held) % op->width; /* of the row */
+        int64_t count = rest < DCP_ADAMW8BIT_BLOCK ? rest : DCP_ADAMW8BIT_BLOCK;
+        bool ends = seen + held == run->count;
+        if (ends || held + count > PIECE) {
+            visit(context, run->tensor, run->first + seen, held, v,
+                  beta2_of(adamw, run));
+            seen += held;
+            held = 0;
+            continue;
+        }
+        for (int64_t j = 0; j < count; j++) {
+            v[held + j] = values[op->v[seen + held + j]] * *scale;
+        }
+        held += count;
+        scale++;
     }
 }
 
@@ -227,23 +264,10 @@ static void
 second_moments8(const void *object, dcp_second_moment_visit_t visit, void *context)
 {
     const adamw_t *adamw = object;
-    float values[DCP_ADAMW8BIT_CODES], v[DCP_ADAMW8BIT_BLOCK];
+    float values[DCP_ADAMW8BIT_CODES];
     dcp_adamw8bit_v_values(values);
     for (int64_t i = 0; i < adamw->states.run_count; i++) {
-        const dcp_dbuffer_run_t *run = adamw->states.layout_runs[i];
-        const dcp_adamw8bit_args_t *op = &adamw->ops8[i];
-        const float *scale = op->v_scale; /* blocks lie in the order of elements */
-        for (int64_t row = 0; row < op->rows; row++) {
-            for (int64_t at = 0; at < op->width; at += DCP_ADAMW8BIT_BLOCK) {
-                int64_t first = row * op->width + at, rest = op->width - at;
-                int64_t count = rest < DCP_ADAMW8BIT_BLOCK ? rest : DCP_ADAMW8BIT_BLOCK;
-                for (int64_t j = 0; j < count; j++) {
-                    v[j] = values[op->v[first + j]] * *scale;
-                }
-                visit(context, run->tensor, run->first + first, count, v);
-                scale++;
-            }
-        }
+        second_moments8_run(adamw, i, values, visit, context);
     }
 }
 

@@ -11,7 +11,7 @@
  * each) is what is drawn independently, and noise is still told per token.
  *
  * All of it is also measured in the optimizer's metric (statistics_adam.c), where that
- * is known: sketches and squares take a factor a block.
+ * is known: sketches and squares take a factor a block, errors one an element.
  *
  * The error of every precision is measured by quantising runs of blocks without sending
  * them: one element in 32, others in every step. The difference to the step before is
@@ -35,8 +35,8 @@
 
 enum {
     B = DCP_SKETCH_BUCKETS,
-    SHADOW_BLOCKS = 8, /* of a run that is quantised */
-    SHADOW_SHARE = 32, /* one element in so many */
+    SHADOW_ELEMENTS = 8 * DCP_PRECISION_BLOCK, /* of a run that is quantised */
+    SHADOW_SHARE = 32,                         /* one run in so many */
 };
 static const uint64_t sketch_seed = UINT64_C(0x736b65746368);
 
@@ -54,6 +54,7 @@ typedef struct numbers {
     double squares, error[DCP_PRECISION_COUNT];
     double adam_micro_squares, adam_squares, adam_error[DCP_PRECISION_COUNT];
     double adam_mean_squares, adam_sent; /* of its shard; of its whole gradient */
+    double moment_squares, moment_error[DCP_PRECISION_COUNT]; /* by elements */
     double reduce_error;
     double residual, adam_residual; /* squares of what was added to the gradients */
     double difference;              /* < 0: none */
@@ -275,21 +276,42 @@ block_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args, const float *x
     return DCP_OK;
 }
 
+train_sample_t
+train_sample(const dcp_sharded_t *sharded, int64_t step)
+{
+    int64_t runs = dcp_dbuffer_layout_elements(sharded->layout) / SHADOW_ELEMENTS;
+    /* a run in 32, at a place that moves on by steps; small models: all */
+    int64_t stride = runs >= 4 * SHADOW_SHARE ? SHADOW_SHARE : 1;
+    return (train_sample_t){.stride = stride, .offset = (step * 11) % stride};
+}
+
+int64_t
+train_sample_skip(const train_sample_t *sample, int64_t element)
+{
+    int64_t run = element / SHADOW_ELEMENTS;
+    return run % sample->stride == sample->offset
+               ? 0
+               : (run + 1) * SHADOW_ELEMENTS - element;
+}
+
 dcp_status_t
 train_statistics_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args)
 {
     train_statistics_t *s = sharded->statistics;
     int64_t start = dcp_clock_ns();
     const float *x = dcp_dbuffer_data(sharded->buffers[DCP_SHARDED_GRADIENTS]);
-    int64_t runs = dcp_dbuffer_layout_elements(sharded->layout)
-                   / (SHADOW_BLOCKS * DCP_PRECISION_BLOCK);
-    /* a run in 32, at a place that moves on by steps; small models: all */
-    int64_t stride = runs >= 4 * SHADOW_SHARE ? SHADOW_SHARE : 1;
-    int64_t offset = (args->step * 11) % stride;
-    for (int64_t run = offset; run < runs; run += stride) {
-        for (int64_t b = run * SHADOW_BLOCKS; b < (run + 1) * SHADOW_BLOCKS; b++) {
-            DCP_TRY(block_errors(sharded, args, x, b));
+    int64_t blocks = dcp_dbuffer_layout_elements(sharded->layout) / DCP_PRECISION_BLOCK;
+    train_sample_t sample = train_sample(sharded, args->step);
+    for (int64_t b = 0; b < blocks;) {
+        int64_t skipped = train_sample_skip(&sample, b * DCP_PRECISION_BLOCK);
+        if (skipped == 0) {
+            DCP_TRY(block_errors(sharded, args, x, b++));
         }
+        b += skipped / DCP_PRECISION_BLOCK;
+    }
+    if (s->adam) {
+        DCP_TRY(train_moment_errors(sharded, args, &s->own.moment_squares,
+                                    s->own.moment_error));
     }
     s->spent_ns += dcp_clock_ns() - start;
     return DCP_OK;
@@ -418,7 +440,9 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
         for (int q = 0; q < DCP_PRECISION_COUNT; q++) {
             sum->error[q] += other->error[q];
             sum->adam_error[q] += other->adam_error[q];
+            sum->moment_error[q] += other->moment_error[q];
         }
+        sum->moment_squares += other->moment_squares;
         sum->reduce_error += other->reduce_error;
         sum->residual += other->residual;
         sum->adam_residual += other->adam_residual;
@@ -507,19 +531,25 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
     for (int32_t r = 0; r < dcp_comm_size(sharded->comm); r++) {
         o.compute_s = greater(o.compute_s, (double)busy_ns[r] * 1e-9);
     }
+    double twice = args->feedback ? 2.0 : 1.0; /* this step's, and the one before's */
     for (int q = 0; q < DCP_PRECISION_COUNT; q++) {
         bool measured = q != DCP_PRECISION_FP32 && sum.squares > 0;
         o.error[q] = q == DCP_PRECISION_FP32 ? 0.0
                      : measured              ? sum.error[q] / sum.squares
                                              : NAN;
-        o.adam_error[q] = q == DCP_PRECISION_FP32 && s->adam ? 0.0
-                          : measured && s->adam && sum.adam_squares > 0
-                              ? sum.adam_error[q] / sum.adam_squares
-                              : NAN;
+        o.adam_error[q] = NAN;
+        if (s->adam && (q == DCP_PRECISION_FP32 || sum.moment_squares > 0)) {
+            o.adam_error[q] = q == DCP_PRECISION_FP32
+                                  ? 0.0
+                                  : twice * sum.moment_error[q] / sum.moment_squares;
+        }
     }
-    /* what was sent, at the error that its precision has in this metric */
-    o.adam_reduce_error =
-        sum.adam_sent * o.adam_error[args->precision] + sum.adam_residual;
+    if (s->adam) { /* what was sent, at the error of its precision in blocks */
+        double error = sum.adam_squares > 0
+                           ? sum.adam_error[args->precision] / sum.adam_squares
+                           : 0.0;
+        o.adam_reduce_error = sum.adam_sent * error + sum.adam_residual;
+    }
     result->observation = o;
     result->statistics_ns = s->spent_ns + (dcp_clock_ns() - start);
     return DCP_OK;

@@ -1,14 +1,21 @@
 /* Statistics in the optimizer's metric: gradients over Adam's denominator.
  *
  * An Adam-type update (in 8 bits too) divides by the root of v, so what it gains
- * depends on noise and errors in that metric. Each rank has v of its shard alone; all
- * need it for whole gradients. So denominators are averaged over blocks of 128 elements
- * and told to all, after updates 1, 2, 4, 8 and every eighth from then on: v moves
- * slowly. What differs within a block is lost. Elements without v so far have had no
- * gradient and do not count. */
+ * depends on noise and errors in that metric. Each rank has v of its shard alone.
+ *
+ * Noise needs v of whole gradients. So denominators are averaged over blocks of 128
+ * elements and told to all, after updates 1, 2, 4, 8 and every eighth from then on: v
+ * moves slowly. What differs within a block is lost. Elements without v so far have had
+ * no gradient and do not count.
+ *
+ * Errors of codes would suffer from that: a code's error is nearly the same all over a
+ * block, so it is the elements with small v that it harms. Each rank therefore measures
+ * them on its own part of the gradient of its own shard, element by element, with v as
+ * this step is going to leave it. */
 #include "train_private.h"
 
 #include "dcp/alloc.h"
+#include "dcp/kernels.h"
 
 #include <math.h>
 #include <string.h>
@@ -62,8 +69,10 @@ create(dcp_sharded_t *sharded)
 
 /* Adds denominators of a tensor to the sums of their blocks. */
 static void
-add_piece(void *context, int64_t tensor, int64_t first, int64_t count, const float *v)
+add_piece(void *context, int64_t tensor, int64_t first, int64_t count, const float *v,
+          double beta2)
 {
+    (void)beta2;
     const dcp_sharded_t *sharded = context;
     float *sums = sharded->factors->sums,
           *counts = sums + sharded->factors->block_count;
@@ -146,6 +155,92 @@ const float *
 train_factors_squared(const dcp_sharded_t *sharded)
 {
     return train_factors(sharded) != NULL ? sharded->factors->squared : NULL;
+}
+
+/* Errors of codes, element by element. */
+typedef struct moment_errors {
+    const dcp_sharded_t *sharded;
+    const dcp_step_args_t *args;
+    double
+        scale; /* of the squares of this rank's own part, as the optimizer sees them */
+    train_sample_t sample;
+    double *squares, *errors;
+    dcp_status_t status;
+} moment_errors_t;
+
+/* A block of x in every precision; weights [BLOCK] 1 / denominator^2. */
+static dcp_status_t
+block_errors(const moment_errors_t *m, const float *x, int64_t first,
+             const double *weights)
+{
+    float residual[BLOCK];
+    char codes[BLOCK * sizeof(float) + sizeof(float)];
+    for (int i = 0; i < BLOCK; i++) {
+        *m->squares += (double)x[i] * (double)x[i] * weights[i];
+    }
+    for (int q = DCP_PRECISION_BF16; q < DCP_PRECISION_COUNT; q++) {
+        memset(residual, 0, sizeof residual);
+        dcp_quantise_args_t args = {
+            .count = BLOCK,
+            .x = x,
+            .residual = residual,
+            .codes = codes,
+            .precision = (dcp_precision_t)q,
+            .hadamard = m->args->hadamard,
+            .nearest = m->args->nearest,
+            .seed = m->args->quantise_seed,
+            .stream = (uint64_t)m->args->step,
+            .first = first,
+        };
+        DCP_TRY(dcp_cpu_quantise(m->sharded->pool, &args));
+        for (int i = 0; i < BLOCK; i++) {
+            m->errors[q] += (double)residual[i] * (double)residual[i] * weights[i];
+        }
+    }
+    return DCP_OK;
+}
+
+static void
+measure_piece(void *context, int64_t tensor, int64_t first, int64_t count,
+              const float *v, double beta2)
+{
+    moment_errors_t *m = context;
+    int64_t start = dcp_dbuffer_layout_start(m->sharded->layout, tensor) + first;
+    const float *x = dcp_dbuffer_data(m->sharded->buffers[DCP_SHARDED_GRADIENTS]);
+    x += start;
+    for (int64_t at = 0; at + BLOCK <= count && m->status == DCP_OK;) {
+        int64_t skipped = train_sample_skip(&m->sample, start + at);
+        if (skipped > 0) {
+            at += skipped;
+            continue;
+        }
+        double weights[BLOCK];
+        for (int i = 0; i < BLOCK; i++) {
+            double own = (double)x[at + i];
+            double next = beta2 * (double)v[at + i]
+                          + (1.0 - beta2) * m->scale * own * own; /* v of this step */
+            weights[i] = next > 0 ? 1.0 / next : 0.0;
+        }
+        m->status = block_errors(m, x + at, start + at, weights);
+        at += BLOCK;
+    }
+}
+
+dcp_status_t
+train_moment_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                    double *squares, double *errors)
+{
+    double clip = sharded->grad_scale > 0 ? sharded->grad_scale : 1.0;
+    moment_errors_t m = {
+        .sharded = sharded,
+        .args = args,
+        .scale = clip * clip * dcp_comm_size(sharded->comm),
+        .sample = train_sample(sharded, args->step),
+        .squares = squares,
+        .errors = errors,
+    };
+    dcp_optimizer_second_moments(sharded->optimizer, measure_piece, &m);
+    return m.status;
 }
 
 double

@@ -184,6 +184,7 @@ update(dcp_sharded_t *sharded, const dcp_step_args_t *args, double norm)
         .lr = args->lr,
         .grad_scale = args->clip > 0 && norm > args->clip ? args->clip / norm : 1.0,
     };
+    sharded->grad_scale = step_args.grad_scale;
     return dcp_optimizer_step(sharded->optimizer, &step_args);
 }
 

@@ -84,6 +84,7 @@ struct dcp_sharded {
     dcp_dbuffer_t *residual; /* owned; NULL before the first step with feedback */
     int32_t residual_left;   /* it may hold something that is still to be sent */
     int32_t not_finite;      /* some rank's gradients of this step are not */
+    double grad_scale;       /* clipping of the latest update; 0: none so far */
     train_moved_t moved;     /* in this step */
 
     /* statistics.c, control_world.c */
@@ -167,6 +168,13 @@ void train_statistics_destroy(train_statistics_t *statistics);
 dcp_status_t train_statistics_begin(dcp_sharded_t *sharded);
 dcp_status_t train_statistics_batch(dcp_sharded_t *sharded,
                                     const dcp_micro_batch_t *micro);
+/* Which elements are quantised without being sent: some runs of them. */
+typedef struct train_sample {
+    int64_t stride, offset;
+} train_sample_t;
+train_sample_t train_sample(const dcp_sharded_t *sharded, int64_t step);
+/* Elements from this one to the next of the sample; 0: it is one. */
+int64_t train_sample_skip(const train_sample_t *sample, int64_t element);
 dcp_status_t train_statistics_errors(dcp_sharded_t *sharded,
                                      const dcp_step_args_t *args);
 dcp_status_t train_statistics_residual(dcp_sharded_t *sharded);
@@ -180,6 +188,10 @@ dcp_status_t train_factors_refresh(dcp_sharded_t *sharded, int64_t updates);
  * gradient buffer; its square. NULL: not known, or the optimizer has none. */
 const float *train_factors(const dcp_sharded_t *sharded);
 const float *train_factors_squared(const dcp_sharded_t *sharded);
+/* Adds sums over sampled elements of this rank's shard: squares of its own gradient,
+ * and of what codes leave of it, by precision, over v. */
+dcp_status_t train_moment_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args,
+                                 double *squares, double *errors);
 /* Of this rank's slices, in that metric; where it is known. */
 double train_factors_shard_squares(const dcp_sharded_t *sharded);
 

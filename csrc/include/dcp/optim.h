@@ -125,9 +125,9 @@ void dcp_optimizer_state_runs(const dcp_optimizer_t *optimizer, int32_t state,
                               const dcp_state_run_t **runs_p, int64_t *run_count_p);
 
 /* Adam's second moment of this rank's elements, decoded: v of `count` elements of a
- * tensor from `first` on. Good during the call alone. */
+ * tensor from `first` on, and how it decays. Good during the call alone. */
 typedef void (*dcp_second_moment_visit_t)(void *context, int64_t tensor, int64_t first,
-                                          int64_t count, const float *v);
+                                          int64_t count, const float *v, double beta2);
 /* Piece by piece; 0: this tensor's kind keeps none. */
 int32_t dcp_optimizer_has_second_moment(const dcp_optimizer_t *optimizer,
                                         int64_t tensor);
