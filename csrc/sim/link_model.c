@@ -83,9 +83,10 @@ model_transfer(void *context, int64_t start_ns, const int64_t *bytes, int32_t si
     }
     DCP_TRY(status);
     if (!(end_s < LONGEST_S)) {
-        return DCP_FAIL(DCP_ERR_ARG,
-                        "the link would take %g s for this transfer: its rate is too low",
-                        end_s - start_s);
+        return DCP_FAIL(
+            DCP_ERR_ARG,
+            "the link would take %g s for this transfer: its rate is too low",
+            end_s - start_s);
     }
     *end_ns_p = model->epoch_ns + (int64_t)ceil(end_s * 1e9);
     return DCP_OK;
