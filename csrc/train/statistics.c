@@ -531,7 +531,6 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
     for (int32_t r = 0; r < dcp_comm_size(sharded->comm); r++) {
         o.compute_s = greater(o.compute_s, (double)busy_ns[r] * 1e-9);
     }
-    double twice = args->feedback ? 2.0 : 1.0; /* this step's, and the one before's */
     for (int q = 0; q < DCP_PRECISION_COUNT; q++) {
         bool measured = q != DCP_PRECISION_FP32 && sum.squares > 0;
         o.error[q] = q == DCP_PRECISION_FP32 ? 0.0
@@ -541,7 +540,7 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         if (s->adam && (q == DCP_PRECISION_FP32 || sum.moment_squares > 0)) {
             o.adam_error[q] = q == DCP_PRECISION_FP32
                                   ? 0.0
-                                  : twice * sum.moment_error[q] / sum.moment_squares;
+                                  : sum.moment_error[q] / sum.moment_squares;
         }
     }
     if (s->adam) { /* what was sent, at the error of its precision in blocks */

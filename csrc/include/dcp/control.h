@@ -103,9 +103,7 @@ typedef struct dcp_observation {
                                of sorting micro-batches by length is measured */
     double error[DCP_PRECISION_COUNT]; /* w1 of each precision by shadow quantising:
                                           relative squared error; NaN: not measured */
-    double adam_error[DCP_PRECISION_COUNT]; /* over the optimizer's v, by elements; with
-                                               feedback of what a step sends: its own
-                                               error and, back again, the one before */
+    double adam_error[DCP_PRECISION_COUNT]; /* over the optimizer's v, by elements */
 } dcp_observation_t;
 
 enum {
