@@ -21,6 +21,7 @@ from typing import Any
 
 from dcp import _dcp
 from dcp._dcp import ArgumentError
+from dcp.controller import LOG_VERSION
 
 __all__ = ["POLICIES", "Result", "Setup", "Sweep", "sweep", "time_to_loss"]
 
@@ -613,6 +614,6 @@ def decision_log(run: Result, setup: Setup | None = None) -> str:
             "inputs": run.inputs,
         }
         if number == 0:
-            line |= {"version": 1, "settings": run.settings}
+            line |= {"version": LOG_VERSION, "settings": run.settings}
         lines.append(json.dumps(line))
     return "\n".join(lines) + "\n"
