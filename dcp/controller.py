@@ -21,7 +21,7 @@ from dcp._dcp import ArgumentError, FileError, MismatchError
 
 __all__ = ["Controller", "DecisionLog"]
 
-LOG_VERSION = 1
+LOG_VERSION = 2  # 1: errors of codes under Adam were means over blocks
 _REASONS = {  # bits of a decision's `reasons` (csrc/include/dcp/control.h)
     1: "first choice",
     2: "promises less time to the target",
@@ -176,7 +176,7 @@ class DecisionLog:
     >>> core = controller.bind(4096, 2, None)
     >>> seen = {"step": 0, "arm": core.start()["arm"], "tokens": 4096, "step_s": 0.5}
     >>> inputs = {"reduce_bytes": {"int8": 1e6}, "codec_s": {"int8": 1e-3}}
-    >>> line = {"kind": "control", "step": 0, "version": 1, "observation": seen, "inputs": inputs,
+    >>> line = {"kind": "control", "step": 0, "version": 2, "observation": seen, "inputs": inputs,
     ...         "decision": core.decide(seen, **inputs),
     ...         "settings": controller.settings(4096, 2, None)}
     >>> folder = tempfile.TemporaryDirectory()

@@ -179,7 +179,7 @@ def test_decisions_are_logged(tmp_path: Path) -> None:
     run(4, metrics=tmp_path, on_event=events.append)
     lines = lines_of(tmp_path, "control")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert lines[0]["version"] == 1 and lines[0]["settings"]["policy"] == "a"
+    assert lines[0]["version"] == 2 and lines[0]["settings"]["policy"] == "a"
     assert all("settings" not in line for line in lines[1:])
     assert lines[2]["decision"]["arm"] == {"precision": "int8", "multiple": 4}
     assert lines[2]["inputs"] == {"reduce_bytes": {"fp32": 8.0}, "codec_s": {"fp32": 0.0}}
@@ -278,8 +278,8 @@ def test_replay_of_another_run_is_refused(tmp_path: Path, change: Any, words: st
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"kind": "control", "step": 0, "version": 2}\n', "version 2, this dcp reads 1"),
-        ('{"kind": "control", "step": 0, "version": 1}\n{"kind": "eval"}\n', "line 1"),
+        ('{"kind": "control", "step": 0, "version": 1}\n', "version 1, this dcp reads 2"),
+        ('{"kind": "control", "step": 0, "version": 2}\n{"kind": "eval"}\n', "line 1"),
         ('{"kind": "control", "step": 0, "observation": 3}\n\n', "line 1"),
         ('{"kind": "step", "step": 0, "plan": "0"}\n', "no refits and no decisions"),
     ],
