@@ -127,6 +127,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def test_time_to_target(form: str, benchmark: Any) -> None:
     ranks, seeds, names = FORMS[form]
     link = link_of(ranks)
+    print("link", link, flush=True)
     runs: list[dict[str, Any]] = []
 
     def one_round() -> None:
