@@ -3,16 +3,18 @@
     pytest benchmarks/bench_control.py -k quick     # 4 minutes; joint, static, two fixed arms
     pytest benchmarks/bench_control.py -k short     # 13 minutes; 2 ranks, 1 seed
     pytest benchmarks/bench_control.py -k two       # 40 minutes; 2 ranks, 3 seeds
+    pytest benchmarks/bench_control.py -k small     # steps of a quarter of the tokens, same link
     pytest benchmarks/bench_control.py -k four      # an hour and a half; 4 ranks, 3 seeds
 
-The link is set so that reducing and gathering in fp32 takes about as long as a step computes, with
-three background jobs that come and go. Every policy and nine fixed arms (a static policy on a grid
-of one) train the same model on the same documents to the same held-out loss. Runs of a seed follow
-one another, so that a machine that grows busier meets all alike; times are without evaluation.
-Recorded in extra_info: seconds of every run, means, each mean over that of `joint`, the best fixed
-arm in hindsight. What is faster by wall-clock must not be so by learning less, so the losses at
-which runs stop are checked, and with `-k curves` losses after equally many tokens are compared for
-bf16, int8 and int4 over seeds; `-k overhead` measures what taking the statistics costs.
+The link is set so that reducing and gathering in fp32 takes about as long as a step of 16,384
+tokens computes, with three background jobs that come and go. Every policy and nine fixed arms (a
+static policy on a grid of one) train the same model on the same documents to the same held-out
+loss. Runs of a seed follow one another, so that a machine that grows busier meets all alike; times
+are without evaluation. Recorded in extra_info: seconds of every run, means, each mean over that of
+`joint`, the best fixed arm in hindsight. What is faster by wall-clock must not be so by learning
+less, so the losses at which runs stop are checked, and with `-k curves` losses after equally many
+tokens are compared for bf16, int8 and int4 over seeds; `-k overhead` measures what taking the
+statistics costs.
 """
 
 from __future__ import annotations
@@ -36,15 +38,18 @@ POLICIES = ("joint", "decoupled", "precision", "accumulation", "static")
 FIXED = tuple(itertools.product(("bf16", "int8", "int4"), (1, 2, 4)))
 # where held-out loss still falls by 0.02 a step: at 2.6 it falls by 0.008, and two runs that differ
 # in a last bit differ by 0.03 there, four steps
-TARGET, EVAL_EVERY, STEPS = 2.8, 4, 100
+TARGET = 2.8
+TOKENS = 16384
+EVAL_TOKENS, MOST_TOKENS = 4 * TOKENS, 100 * TOKENS
 BACKGROUND = "background=3,dwell=10s"
 ALL = (*POLICIES, *(f"{precision} x {multiple}" for precision, multiple in FIXED))
 QUICK = ("joint", "static", "int8 x 1", "int4 x 1")
-FORMS = {  # ranks, seeds, rows
-    "quick": (2, (1,), QUICK),
-    "short": (2, (1,), ALL),
-    "two": (2, (1, 2, 3), ALL),
-    "four": (4, (1, 2, 3), ALL),
+FORMS = {  # ranks, seeds, rows, tokens_per_step
+    "quick": (2, (1,), QUICK, TOKENS),
+    "short": (2, (1,), ALL, TOKENS),
+    "two": (2, (1, 2, 3), ALL, TOKENS),
+    "small": (2, (1,), ALL, TOKENS // 4),  # where gathering several pays
+    "four": (4, (1, 2, 3), ALL, TOKENS),
 }
 CURVE_STEPS, CURVE_SEEDS, CURVE_PRECISIONS = 40, (1, 2, 3, 4, 5), ("bf16", "int8", "int4")
 OVERHEAD_STEPS = 60
@@ -78,10 +83,11 @@ def options_of(name: str) -> list[str]:
     return ["--controller", "static", *(f"--set=control.{one}" for one in grid)]
 
 
-def run_to_target(name: str, ranks: int, seed: int, link: str) -> dict[str, Any]:
+def run_to_target(name: str, ranks: int, seed: int, tokens: int, link: str) -> dict[str, Any]:
     document = train(
-        *("--ranks", ranks, "--seed", seed, "--link", link, "--steps", STEPS),
-        *("--target-loss", TARGET, "--eval-every", EVAL_EVERY, *options_of(name)),
+        *("--ranks", ranks, "--seed", seed, "--link", link, "--steps", MOST_TOKENS // tokens),
+        *("--tokens-per-step", tokens, "--eval-every", EVAL_TOKENS // tokens),
+        *("--target-loss", TARGET, *options_of(name)),
     )
     seconds = document["seconds_to_target"]
     if seconds is not None:
@@ -125,18 +131,24 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_time_to_target(form: str, benchmark: Any) -> None:
-    ranks, seeds, names = FORMS[form]
+    ranks, seeds, names, tokens = FORMS[form]
     link = link_of(ranks)
     print("link", link, flush=True)
     runs: list[dict[str, Any]] = []
 
     def one_round() -> None:
         for seed, name in itertools.product(seeds, names):
-            runs.append(run_to_target(name, ranks, seed, link))
+            runs.append(run_to_target(name, ranks, seed, tokens, link))
             print(json.dumps(runs[-1]), flush=True)
 
     benchmark.pedantic(one_round, rounds=1, iterations=1)
-    info = {"target_loss": TARGET, "ranks": ranks, "link": link, **summary(runs)}
+    info = {
+        "target_loss": TARGET,
+        "ranks": ranks,
+        "tokens_per_step": tokens,
+        "link": link,
+        **summary(runs),
+    }
     print(json.dumps(info, indent=1))
     benchmark.extra_info.update(info, runs=runs)
 
@@ -173,7 +185,7 @@ def _alternate(world: Any, steps: int) -> dict[str, Any]:
     """Seconds of steps with and without statistics, in turns, on the same model and lengths."""
     config = dcp.Transformer1D.preset("tiny")
     text, cost = dcp.data.TextFiles("stdlib"), dcp.CostModel.for_model(config)
-    loader = iter(dcp.Loader(text, world, cost, tokens_per_step=16384))
+    loader = iter(dcp.Loader(text, world, cost, tokens_per_step=TOKENS))
     optimizer = dcp.optim.AdamW(lr=1e-3)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     own: list[float] = []
