@@ -51,6 +51,7 @@ static const number_field_t observation_fields[] = {
     FIELD(dcp_observation_t, adam_mean_squares, 'd'),
     FIELD(dcp_observation_t, adam_reduce_error, 'd'),
     FIELD(dcp_observation_t, step_difference, 'd'),
+    FIELD(dcp_observation_t, adam_step_difference, 'd'),
 };
 
 static const number_field_t decision_fields[] = {

@@ -37,6 +37,9 @@ typedef struct control_state {
     control_mean_t trace, square;   /* of steps: gradient noise */
     control_mean_t within, between; /* traces: inside steps, from step to step */
     double last_tokens;
+    /* Of that step, plain and in the optimizer's metric (NaN: unknown): |g|^2 without
+     * the errors of codes, and those. */
+    double last_squares[2], last_error[2];
     control_mean_t error[DCP_PRECISION_COUNT]; /* w1 */
 
     double above, below; /* CUSUM of log(measured / predicted) */

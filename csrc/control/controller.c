@@ -14,7 +14,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { STATE_VERSION = 2, HEAD_WORDS = 2 };
+enum { STATE_VERSION = 3, HEAD_WORDS = 2 };
 static const double LR_DRIFT = 0.1;
 
 static double

@@ -35,17 +35,42 @@ choose_metric(dcp_controller_t *controller, const dcp_observation_t *o)
     memset(state->error, 0, sizeof state->error);
 }
 
+/* A step of one micro-batch, as a long sequence may fill it, shows no noise inside.
+ * Left out, noise would be that of steps of short sequences alone. So it and the step
+ * before are the two micro-batches of one. That the gradient moves between them counts
+ * as noise: too much of it for large steps, but those have micro-batches. */
+static dcp_noise_t
+noise_of_pair(const control_state_t *state, const dcp_observation_t *o, int32_t adam,
+              double clean, double error, double *size_p)
+{
+    double before = state->last_tokens, tokens = (double)o->tokens;
+    double difference = adam ? o->adam_step_difference : o->step_difference;
+    if (before < 1 || tokens < 1) {
+        return (dcp_noise_t){NAN, NAN};
+    }
+    difference -= state->last_error[adam] + error;
+    difference = difference < 0 ? 0 : difference; /* NaN stays */
+    double both = before + tokens;
+    double squares = before * state->last_squares[adam] + tokens * clean;
+    double mean = (squares - before * tokens / both * difference) / both;
+    *size_p = squares / both;
+    return dcp_noise_estimate(2, (int64_t)both, squares, mean, 0.0);
+}
+
 static void
 learn_noise(dcp_controller_t *controller, const dcp_observation_t *o)
 {
     control_state_t *state = &controller->state;
     int32_t adam = uses_adam(controller, o->adam_micro_squares);
+    const double squares[2] = {o->mean_squares, o->adam_mean_squares};
+    const double errors[2] = {o->reduce_error, o->adam_reduce_error};
+    double size = squares[adam];
     dcp_noise_t noise =
-        dcp_noise_estimate(o->micro_batch_count, o->tokens,
-                           adam ? o->adam_micro_squares : o->micro_squares,
-                           adam ? o->adam_mean_squares : o->mean_squares,
-                           adam ? o->adam_reduce_error : o->reduce_error);
-    double size = adam ? o->adam_mean_squares : o->mean_squares;
+        o->micro_batch_count == 1
+            ? noise_of_pair(state, o, adam, size - errors[adam], errors[adam], &size)
+            : dcp_noise_estimate(o->micro_batch_count, o->tokens,
+                                 adam ? o->adam_micro_squares : o->micro_squares, size,
+                                 errors[adam]);
     if (isfinite(noise.trace / size) && isfinite(noise.square / size)) {
         control_mean_add(&state->trace, noise.trace / size,
                          controller->options.noise_mean);
@@ -67,6 +92,10 @@ learn_noise(dcp_controller_t *controller, const dcp_observation_t *o)
                          controller->options.noise_mean);
     }
     state->last_tokens = tokens;
+    for (int32_t m = 0; m < 2; m++) {
+        state->last_squares[m] = squares[m] - errors[m];
+        state->last_error[m] = errors[m];
+    }
 }
 
 static void

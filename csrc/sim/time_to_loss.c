@@ -104,6 +104,7 @@ measure(experiment_t *x, int64_t step, dcp_arm_t arm, const step_times_t *times,
         .adam_mean_squares = NAN,
         .adam_reduce_error = NAN,
         .step_difference = NAN,
+        .adam_step_difference = NAN,
     };
     for (int32_t q = 0; q < DCP_PRECISION_COUNT; q++) {
         x->observation.error[q] = o->error[q] * exp(ERROR_NOISE * dcp_rng_normal(rng));

@@ -15,7 +15,8 @@
  *
  * The error of every precision is measured by quantising runs of blocks without sending
  * them: one element in 32, others in every step. The difference to the step before is
- * that of sketches of each rank's shard.
+ * that of sketches of each rank's shard; in the optimizer's metric it is told where
+ * both were taken with the same factors.
  *
  * What a reduced gradient has too much of: errors of this step's codes, and the
  * residual that was added to it, the errors of earlier ones. Both are unbiased and
@@ -56,8 +57,8 @@ typedef struct numbers {
     double adam_mean_squares, adam_sent; /* of its shard; of its whole gradient */
     double moment_squares, moment_error[DCP_PRECISION_COUNT]; /* by elements */
     double reduce_error;
-    double residual, adam_residual; /* squares of what was added to the gradients */
-    double difference;              /* < 0: none */
+    double residual, adam_residual;     /* squares of what was added to the gradients */
+    double difference, adam_difference; /* < 0: none */
     double codec_s, reduce_s, gather_s, reduce_bytes, gather_bytes, gather_calls;
     double latency_s;
     double shared_count;
@@ -68,7 +69,9 @@ struct train_statistics {
     double adam_before[B], adam_after[B]; /* the same in the optimizer's metric */
     bool adam;                            /* which is known in this step */
     double latest[B], shard[B]; /* of the shard after the step before, and now */
+    double adam_latest[B], adam_shard[B];
     bool has_latest;
+    int64_t latest_revision; /* of the factors of adam_latest; 0: it has none */
     numbers_t own;
     numbers_t *all;  /* owned, [ranks] */
     int64_t *counts; /* owned, [ranks] */
@@ -344,21 +347,33 @@ train_statistics_residual(dcp_sharded_t *sharded)
 
 /* Sketch of this rank's slices, which hold the sum over ranks. */
 static dcp_status_t
-sketch_shard(const dcp_sharded_t *sharded, double *sums)
+sketch_shard(const dcp_sharded_t *sharded, const float *factors, double *sums)
 {
+    int32_t rank = dcp_comm_rank(sharded->comm);
     memset(sums, 0, B * sizeof sums[0]);
     for (int32_t g = 0; g < dcp_dbuffer_layout_group_count(sharded->layout); g++) {
         dcp_dbuffer_group_t group = dcp_dbuffer_layout_group(sharded->layout, g);
-        DCP_TRY(dcp_cpu_sketch(
-            sharded->pool,
-            &(dcp_sketch_args_t){
-                .count = group.shard,
-                .x = dcp_dbuffer_slice(sharded->buffers[DCP_SHARDED_GRADIENTS], g),
-                .seed = sketch_seed,
-                /* any numbers do that no two elements share */
-                .first = (group.shard_start + 15 + 16 * (int64_t)g) / 16 * 16,
-                .sums = sums,
-            }));
+        const float *x = dcp_dbuffer_slice(sharded->buffers[DCP_SHARDED_GRADIENTS], g);
+        int64_t start = group.start + rank * group.shard;
+        /* any numbers do that no two elements share */
+        int64_t first = (group.shard_start + 15 + 32 * (int64_t)g) / 16 * 16;
+        for (int64_t at = 0, end; at < group.shard; at = end) {
+            /* up to where a block of factors begins, and from there on */
+            int64_t into = (start + at) % DCP_PRECISION_BLOCK;
+            end = into != 0 ? at + DCP_PRECISION_BLOCK - into : group.shard;
+            end = end < group.shard ? end : group.shard;
+            const float *weights =
+                factors != NULL ? factors + (start + at) / DCP_PRECISION_BLOCK : NULL;
+            DCP_TRY(
+                dcp_cpu_sketch(sharded->pool, &(dcp_sketch_args_t){
+                                                  .count = end - at,
+                                                  .x = x + at,
+                                                  .weights = weights,
+                                                  .seed = sketch_seed,
+                                                  .first = first + (at + 15) / 16 * 16,
+                                                  .sums = sums,
+                                              }));
+        }
     }
     return DCP_OK;
 }
@@ -416,6 +431,13 @@ greater(double a, double b)
     return a > b ? a : b;
 }
 
+/* Of what a rank may lack: then the sum does. */
+static double
+sum_of_known(double a, double b)
+{
+    return a < 0 || b < 0 ? -1 : a + b;
+}
+
 /* Every rank's numbers, combined alike everywhere. Collective. */
 static dcp_status_t
 exchange(dcp_sharded_t *sharded, numbers_t *sum)
@@ -446,9 +468,9 @@ exchange(dcp_sharded_t *sharded, numbers_t *sum)
         sum->reduce_error += other->reduce_error;
         sum->residual += other->residual;
         sum->adam_residual += other->adam_residual;
-        sum->difference = sum->difference < 0 || other->difference < 0
-                              ? -1
-                              : sum->difference + other->difference;
+        sum->difference = sum_of_known(sum->difference, other->difference);
+        sum->adam_difference =
+            sum_of_known(sum->adam_difference, other->adam_difference);
         sum->codec_s = greater(sum->codec_s, other->codec_s);
         sum->reduce_s = greater(sum->reduce_s, other->reduce_s);
         sum->gather_s = greater(sum->gather_s, other->gather_s);
@@ -465,15 +487,25 @@ static dcp_status_t
 difference(dcp_sharded_t *sharded, bool finite)
 {
     train_statistics_t *s = sharded->statistics;
-    s->own.difference = -1;
+    s->own.difference = s->own.adam_difference = -1;
+    int64_t revision = 0;
     if (finite) {
-        DCP_TRY(sketch_shard(sharded, s->shard));
+        DCP_TRY(sketch_shard(sharded, NULL, s->shard));
         if (s->has_latest) {
             s->own.difference = square_length(s->shard, s->latest);
         }
         memcpy(s->latest, s->shard, sizeof s->latest);
     }
+    if (finite && s->adam) {
+        revision = train_factors_revision(sharded);
+        DCP_TRY(sketch_shard(sharded, train_factors(sharded), s->adam_shard));
+        if (s->latest_revision == revision) {
+            s->own.adam_difference = square_length(s->adam_shard, s->adam_latest);
+        }
+        memcpy(s->adam_latest, s->adam_shard, sizeof s->adam_latest);
+    }
     s->has_latest = finite;
+    s->latest_revision = revision;
     return DCP_OK;
 }
 
@@ -527,6 +559,7 @@ train_statistics_end(dcp_sharded_t *sharded, const dcp_step_args_t *args,
         .adam_mean_squares = s->adam ? sum.adam_mean_squares : NAN,
         .adam_reduce_error = NAN,
         .step_difference = sum.difference < 0 ? NAN : sum.difference,
+        .adam_step_difference = sum.adam_difference < 0 ? NAN : sum.adam_difference,
     };
     for (int32_t r = 0; r < dcp_comm_size(sharded->comm); r++) {
         o.compute_s = greater(o.compute_s, (double)busy_ns[r] * 1e-9);

@@ -24,7 +24,7 @@ enum { BLOCK = DCP_PRECISION_BLOCK };
 
 struct train_factors {
     const dcp_optimizer_t *optimizer; /* whose they are */
-    int64_t block_count;
+    int64_t block_count, revision;
     float *factor, *squared; /* [block_count] into memory */
     float *sums;             /* [2 * block_count] scratch: sums and counts */
 };
@@ -139,6 +139,7 @@ train_factors_refresh(dcp_sharded_t *sharded, int64_t updates)
     DCP_TRY(dcp_comm_allreduce(sharded->comm, factors->sums, factors->sums,
                                2 * factors->block_count, DCP_F32, DCP_SUM));
     set_factors(factors);
+    factors->revision++;
     factors->optimizer = sharded->optimizer;
     return DCP_OK;
 }
@@ -155,6 +156,12 @@ const float *
 train_factors_squared(const dcp_sharded_t *sharded)
 {
     return train_factors(sharded) != NULL ? sharded->factors->squared : NULL;
+}
+
+int64_t
+train_factors_revision(const dcp_sharded_t *sharded)
+{
+    return train_factors(sharded) != NULL ? sharded->factors->revision : 0;
 }
 
 /* Errors of codes, element by element. */

@@ -188,6 +188,8 @@ dcp_status_t train_factors_refresh(dcp_sharded_t *sharded, int64_t updates);
  * gradient buffer; its square. NULL: not known, or the optimizer has none. */
 const float *train_factors(const dcp_sharded_t *sharded);
 const float *train_factors_squared(const dcp_sharded_t *sharded);
+/* How often they were refreshed, from 1; 0: not known. */
+int64_t train_factors_revision(const dcp_sharded_t *sharded);
 /* Adds sums over sampled elements of this rank's shard: squares of its own gradient,
  * and of what codes leave of it, by precision, over v. */
 dcp_status_t train_moment_errors(dcp_sharded_t *sharded, const dcp_step_args_t *args,

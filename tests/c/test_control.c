@@ -68,6 +68,7 @@ observe(void *context, dcp_observation_t *o)
         .mean_squares = 1.0 + 3000.0 / tokens,
         .adam_micro_squares = NAN,
         .step_difference = NAN,
+        .adam_step_difference = NAN,
     };
     for (int32_t q = 0; q < DCP_PRECISION_COUNT; q++) {
         o->error[q] = q == DCP_PRECISION_INT4 ? 0.03 : 1e-4;

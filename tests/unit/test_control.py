@@ -334,3 +334,55 @@ def test_the_noise_scale_of_gradients_with_known_noise(quantised: bool) -> None:
     assert decision["noise_tokens"] == pytest.approx(noise, rel=0.06)
     if quantised:  # what it would be taken for without
         assert np.mean(biased) - (1 + noise / sizes.sum()) > 0.15
+
+
+@pytest.mark.parametrize("metric", ["", "adam_"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_noise_scale_of_steps_of_one_micro_batch(quantised: bool, metric: str) -> None:
+    """Pairs of steps of unequal tokens show it, in the metric that counts."""
+    d, noise, draws = 512, 3000.0, 600
+    rng = np.random.default_rng(4)
+    g = rng.standard_normal(d)
+    g /= np.linalg.norm(g)
+    controller = make(
+        "static",
+        noise_mean=0.005,
+        precisions=["int4"],
+        base="int4",
+        lr_rule="sqrt_gain" if metric else "gain",
+    )
+    before = None
+    for step in range(draws):
+        tokens = int(rng.integers(500, 2500))
+        added = rng.standard_normal(d) * math.sqrt(0.2 / d) if quantised else np.zeros(d)
+        sent = g + rng.standard_normal(d) * math.sqrt(noise / d / tokens) + added
+        own = {
+            "micro_squares": tokens * float((sent**2).sum()),
+            "mean_squares": float((sent**2).sum()),
+            "reduce_error": float((added**2).sum()),
+            "step_difference": None if before is None else float(((sent - before) ** 2).sum()),
+        }
+        observation = seen(step, controller.start()["arm"], bandwidth=1e6, noise=1.0)
+        observation |= {"tokens": tokens, "micro_batch_count": 1}
+        observation |= {metric + name: value for name, value in own.items()}
+        decision = controller.decide(observation, **inputs())
+        assert step > 0 or decision["noise_tokens"] is None, "no pair yet"
+        before = sent
+    assert decision["noise_tokens"] == pytest.approx(noise, rel=0.08)
+
+
+def test_long_sequences_that_fill_steps_count_as_noise() -> None:
+    """Steps of short sequences alone, the only ones that show noise inside, know little of it."""
+    controller = make("static", precisions=["fp32"], base="fp32")
+    arm = controller.start()["arm"]
+    for step in range(60):
+        observation = seen(step, arm, bandwidth=1e6, noise=100.0)  # of eight short ones
+        if step % 4:  # long ones, all alike inside: |G|^2 = 1 and 4,000 / 1,000 of noise
+            observation |= {
+                "micro_batch_count": 1,
+                "micro_squares": 1000 * 5.0,
+                "mean_squares": 5.0,
+                "step_difference": 4000.0 * (1 / 1000 + 1 / 1000) if step % 4 > 1 else None,
+            }
+        decision = controller.decide(observation, **inputs())
+    assert 1000 < decision["noise_tokens"] < 4000

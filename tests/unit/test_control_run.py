@@ -232,13 +232,16 @@ def in_adams_metric(world: Any) -> tuple[Any, Any]:
             step_of(
                 model, next(steps), number, lr=0.0, precision="int4", statistics=True
             ).observation
-            for number in range(2)
+            for number in range(4)
         ]
-    return seen[0], seen[1]
+    return tuple(seen)
 
 
 def test_statistics_in_adams_metric() -> None:
-    first, second = dcp.launch(in_adams_metric, 2)[0]
+    first, second, third, fourth = dcp.launch(in_adams_metric, 2)[0]
+    # differences are told of steps of the same denominators, which updates 1 and 2 refresh
+    assert second["adam_step_difference"] is third["adam_step_difference"] is None
+    assert fourth["adam_step_difference"] == pytest.approx(fourth["step_difference"], rel=0.02)
     assert first["adam_micro_squares"] is None and first["adam_error"]["int4"] is None
     for name in ("micro_squares", "mean_squares"):
         assert second[f"adam_{name}"] == pytest.approx(second[name], rel=1e-2), name
@@ -421,6 +424,24 @@ def test_accumulation_is_a_batch_of_so_many_tokens() -> None:
     three = dcp.launch(in_multiples, 2, (512, 3))
     one = dcp.launch(in_multiples, 2, (1536, 1))
     assert three == one
+
+
+def test_one_rank_with_one_micro_batch_a_step_learns_its_noise(tmp_path: Path) -> None:
+    with dcp.init("self") as world, dcp.fully_shard(config_of(), world) as model:
+        trainer = dcp.Trainer(
+            model,
+            dcp.optim.AdamW(lr=1e-3),
+            loader_of(world, 512),
+            controller=dcp.Controller("static", precisions=["int8"], base="int8"),
+            metrics=tmp_path,
+        )
+        trainer.fit(8)
+    lines = DecisionLog.read(tmp_path / "metrics.jsonl").lines
+    assert all(line["observation"]["micro_batch_count"] == 1 for line in lines)
+    # updates 1, 2, 4 refresh the denominators: steps 3, 5, 6, 7 are told from those before
+    told = [line["observation"]["adam_step_difference"] is not None for line in lines]
+    assert told == [False, False, False, True, False, True, True, True]
+    assert lines[-1]["decision"]["noise_tokens"] > 0
 
 
 def test_residuals_of_another_world_are_added_up(tmp_path: Path) -> None:

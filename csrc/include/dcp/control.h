@@ -100,7 +100,9 @@ typedef struct dcp_observation {
                                    every element over the optimizer's denominator; NaN:
                                    the optimizer has none */
     double step_difference; /* |g - g of the step before|^2, NaN: none; with it the bias
-                               of sorting micro-batches by length is measured */
+                               of sorting micro-batches by length is measured, and the
+                               noise of a step of one micro-batch */
+    double adam_step_difference;       /* the same, both over the same denominators */
     double error[DCP_PRECISION_COUNT]; /* w1 of each precision by shadow quantising:
                                           relative squared error; NaN: not measured */
     double adam_error[DCP_PRECISION_COUNT]; /* over the optimizer's v, by elements */
