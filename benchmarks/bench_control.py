@@ -3,7 +3,7 @@
     pytest benchmarks/bench_control.py -k quick     # 4 minutes; joint, static, two fixed arms
     pytest benchmarks/bench_control.py -k short     # 13 minutes; 2 ranks, 1 seed
     pytest benchmarks/bench_control.py -k two       # 40 minutes; 2 ranks, 3 seeds
-    pytest benchmarks/bench_control.py -k small     # steps of a quarter of the tokens, same link
+    pytest benchmarks/bench_control.py -k small     # 40 minutes; steps of a quarter of the tokens
     pytest benchmarks/bench_control.py -k four      # an hour and a half; 4 ranks, 3 seeds
 
 The link is set so that reducing and gathering in fp32 takes about as long as a step of 16,384
@@ -48,7 +48,7 @@ FORMS = {  # ranks, seeds, rows, tokens_per_step
     "quick": (2, (1,), QUICK, TOKENS),
     "short": (2, (1,), ALL, TOKENS),
     "two": (2, (1, 2, 3), ALL, TOKENS),
-    "small": (2, (1,), ALL, TOKENS // 4),  # where gathering several pays
+    "small": (2, (1, 2, 3), ALL, TOKENS // 4),  # where gathering several pays
     "four": (4, (1, 2, 3), ALL, TOKENS),
 }
 CURVE_STEPS, CURVE_SEEDS, CURVE_PRECISIONS = 40, (1, 2, 3, 4, 5), ("bf16", "int8", "int4")
