@@ -23,8 +23,9 @@
  * independent of the gradient, so their squares add to its own.
  *
  * All ranks end with the same numbers: each tells its own once a step, in one small
- * gather, and all combine them in rank order. Cost: one read of the gradients a
- * micro-batch and one after the sum; an eighth of one for the errors. */
+ * gather, and all combine them in rank order. Cost, in each metric: one read of the
+ * gradients a micro-batch and one of the shard after the sum; an eighth of one for the
+ * errors. */
 #include "train_private.h"
 
 #include "dcp/alloc.h"

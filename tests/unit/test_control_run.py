@@ -219,7 +219,7 @@ def test_settings_that_cannot_be_in_a_step(options: Any, words: str) -> None:
             step_of(model, data, 0, **options)
 
 
-def in_adams_metric(world: Any) -> tuple[Any, Any]:
+def in_adams_metric(world: Any) -> tuple[Any, ...]:
     """Observations before the denominators are known, and with all of them nearly equal."""
     steps = iter(loader_of(world, 2048, max_tokens=256))
     optimizer = dcp.optim.AdamW(lr=1e-3)
